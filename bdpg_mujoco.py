@@ -1,0 +1,736 @@
+"""Bayesian Distributional Policy Gradients (BDPG) for continuous control, in one file.
+
+BDPG is PPO whose critic is a return *distribution*: a generator G(z, s) turns a latent z ~ p(z|s) into a sampled return,
+an encoder q(z|x, s) infers the latent behind a Bellman target x, and a discriminator D(x, z, s) trains encoder and prior
+against each other. How far a Bellman target moves the posterior over z is an information gain, which can be paid to the
+policy as a curiosity reward. Paper: Li & Faisal, "Bayesian Distributional Policy Gradients", AAAI 2021; "Eq." and "line" in
+the comments refer to it and to its Algorithm 1. Metrics, implementation details and results: docs/bdpg.md.
+
+    python bdpg_mujoco.py --env-id Hopper-v5
+    python bdpg_mujoco.py --env-id MountainCarContinuous-v0 --total-timesteps 300000 --eta 0.1
+    tensorboard --logdir runs
+"""
+
+import difflib
+import json
+import math
+import os
+import platform
+import random
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal, NamedTuple, Optional
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+from torch.distributions import Independent, Normal
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+
+@dataclass
+class Args:
+    # --- experiment ---
+    env_id: str = "Hopper-v5"
+    """the task"""
+    total_timesteps: int = 1_000_000
+    """agent steps over all environments together"""
+    seed: int = 1
+    """seed of networks, sampling and environments; on CPU the same seed gives the same run bit for bit"""
+    cuda: bool = torch.cuda.is_available()
+    """train on the GPU (on by default where there is one)"""
+    run_dir: Path = Path("runs")
+    """where the run's folder (TensorBoard log, arguments, versions, videos) is made"""
+    track: bool = False
+    """also log to Weights & Biases (needs `pip install wandb`)"""
+    wandb_project: str = "bdpg"
+    """the Weights & Biases project, with --track"""
+    capture_video: bool = False
+    """record episodes of the first environment into the run's folder, ever more rarely (1st, 8th, 27th, ...)"""
+
+    # --- environment ---
+    num_envs: int = 16
+    """parallel environments N (paper: 16)"""
+
+    # --- PPO ---
+    num_steps: int = 256
+    """rollout length per environment (paper: 128 on Atari, 256 on MuJoCo); raised to k if --bootstrap-length is larger"""
+    bootstrap_length: Optional[int] = None
+    """longest bootstrap k >= 1 of advantages and Bellman targets (default: the rollout length)"""
+    gamma: float = 0.99
+    """discount γ in (0, 1]"""
+    gae_lambda: float = 0.95
+    """λ in [0, 1] of generalised advantage estimation"""
+    learning_rate: float = 3e-4
+    """Adam's step size for policy, trunk and generator"""
+    anneal_lr: bool = True
+    """decay every learning rate linearly to 0 over the run"""
+    update_epochs: int = 10
+    """passes over each rollout"""
+    minibatch_size: int = 256
+    """samples |B| per gradient step; must divide num_envs * num_steps"""
+    norm_adv: bool = True
+    """standardise the advantages of each minibatch"""
+    clip_coef: float = 0.2
+    """PPO's clip range ε of the probability ratio"""
+    ent_coef: float = 0.0
+    """weight of the entropy bonus"""
+    vf_coef: float = 0.5
+    """weight of the return model's regression loss beside the policy's loss"""
+    max_grad_norm: float = 0.5
+    """gradient norm at which each optimiser's step is clipped"""
+    score_interval: int = 4
+    """training batches between two averaged scores (paper: 80 on Atari, 4 on MuJoCo)"""
+
+    # --- BDPG ---
+    eta: float = 0.0
+    """initial curiosity coefficient η >= 0 of η·sqrt(log t / t); 0 is the paper's "BDPG naive" and computes nothing of it"""
+    u_bar: float = 10.0
+    """cap ū > 0 on the information gain of a step, in nats; inf for none"""
+    target: Literal["lambda", "sr"] = "lambda"
+    """Bellman target x: "lambda" averages n-step targets (paper, GAE); "sr" draws one of them, which keeps the spread"""
+    num_return_samples: int = 1
+    """return samples M >= 1 averaged per state in the policy's advantage (x and u always use a single one)"""
+    latent_dim: int = 2
+    """dimension of the latent z"""
+    adversarial_learning_rate: float = 3e-4
+    """Adam's step size for discriminator, encoder and prior"""
+    r1_coef: float = 0.1
+    """weight of the gradient penalty on the discriminator's (x, z) inputs; 0 lets the return distribution collapse"""
+
+
+def fail(message):
+    """A user who is wrong gets one sentence on stderr and exit code 2, never a traceback."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def check_args(args):
+    k = args.bootstrap_length
+    steps = max(args.num_steps, k or 0)
+    batch = args.num_envs * steps
+    sizes = f"the batch of {args.num_envs} * {steps} = {batch} steps"
+    rules = [
+        (args.num_envs >= 1, f"--num-envs must be at least 1, not {args.num_envs}."),
+        (args.num_steps >= 1, f"--num-steps must be at least 1, not {args.num_steps}."),
+        (k is None or k >= 1, f"--bootstrap-length must be at least 1, not {k}."),
+        (args.minibatch_size >= 2, f"--minibatch-size must be at least 2, not {args.minibatch_size}."),
+        (batch % max(args.minibatch_size, 1) == 0, f"--minibatch-size {args.minibatch_size} does not divide {sizes}."),
+        (args.total_timesteps >= batch, f"--total-timesteps {args.total_timesteps} is less than {sizes}."),
+        (args.update_epochs >= 1, f"--update-epochs must be at least 1, not {args.update_epochs}."),
+        (args.score_interval >= 1, f"--score-interval must be at least 1, not {args.score_interval}."),
+        (0 < args.gamma <= 1, f"--gamma must lie in (0, 1], not {args.gamma}."),
+        (0 <= args.gae_lambda <= 1, f"--gae-lambda must lie in [0, 1], not {args.gae_lambda}."),
+        (args.learning_rate > 0, f"--learning-rate must be positive, not {args.learning_rate}."),
+        (args.clip_coef > 0, f"--clip-coef must be positive, not {args.clip_coef}."),
+        (args.ent_coef >= 0, f"--ent-coef must not be negative, not {args.ent_coef}."),
+        (args.vf_coef >= 0, f"--vf-coef must not be negative, not {args.vf_coef}."),
+        (args.max_grad_norm > 0, f"--max-grad-norm must be positive, not {args.max_grad_norm}."),
+        (not args.cuda or torch.cuda.is_available(), "--cuda was asked for, but PyTorch finds no GPU; use --no-cuda."),
+        # BDPG:
+        (0 <= args.eta < math.inf, f"--eta must be 0 or a positive number, not {args.eta}."),
+        (args.u_bar > 0, f"--u-bar must be positive (inf for no cap), not {args.u_bar}."),
+        (args.num_return_samples >= 1, f"--num-return-samples must be at least 1, not {args.num_return_samples}."),
+        (args.latent_dim >= 1, f"--latent-dim must be at least 1, not {args.latent_dim}."),
+        (args.adversarial_learning_rate > 0, "--adversarial-learning-rate must be positive."),
+        (args.r1_coef >= 0, f"--r1-coef must not be negative, not {args.r1_coef}."),
+    ]
+    for holds, message in rules:
+        if not holds:
+            fail(message)
+
+
+# --- environments ---
+
+
+def make_envs(args, video_dir):
+    if re.match(r"ALE/|.*NoFrameskip-v", args.env_id):
+        fail(f"{args.env_id} is an Atari game, and this script is for continuous control: use bdpg_atari.py.")
+    if args.capture_video and "DISPLAY" not in os.environ:
+        os.environ.setdefault("MUJOCO_GL", "egl")
+
+    def make_env(index):
+        if not (args.capture_video and index == 0):
+            return gym.make(args.env_id, disable_env_checker=True)
+        env = gym.make(args.env_id, render_mode="rgb_array", disable_env_checker=True)
+        return gym.wrappers.RecordVideo(env, str(video_dir), disable_logger=True)
+
+    try:
+        envs = gym.vector.SyncVectorEnv(
+            [lambda index=index: make_env(index) for index in range(args.num_envs)],
+            autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,  # the default mode would insert a step that ignores the action
+        )
+    except gym.error.UnregisteredEnv:
+        nearest = difflib.get_close_matches(args.env_id, gym.registry, n=1, cutoff=0)[0]
+        fail(f"there is no environment {args.env_id!r}; did you mean {nearest}?")
+    except (gym.error.Error, ImportError) as error:
+        fail(f"{args.env_id} cannot be made: {str(error).splitlines()[0]}")
+    if isinstance(envs.single_action_space, gym.spaces.Discrete):
+        fail(f"{args.env_id} has discrete actions, and this script is for continuous ones: bdpg_atari.py plays Atari games.")
+    for space in (envs.single_action_space, envs.single_observation_space):
+        if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
+            fail(f"{args.env_id} has the space {space}, but this script needs vectors of real numbers.")
+    if not envs.single_action_space.is_bounded():
+        fail(f"{args.env_id} has unbounded actions, and this script needs bounds to scale them.")
+    return envs
+
+
+def reset_envs(envs, seed):
+    return envs.reset(seed=seed)[0]
+
+
+def step_envs(envs, actions):
+    """One step. Returns observations, rewards, terminations, truncations, last observations of ended episodes, episode ends."""
+    space = envs.single_action_space
+    actions = space.low + (space.high - space.low) * (np.clip(actions, -1, 1) + 1) / 2  # the policy acts in [-1, 1]
+    obs, rewards, terminations, truncations, infos = envs.step(actions)
+    return obs, rewards, terminations, truncations, infos.get("final_obs"), terminations | truncations
+
+
+# --- functions ---
+
+
+class RunningMeanStd(nn.Module):
+    """Mean and standard deviation of all that was seen, batch by batch; buffers, so that they are saved with the agent."""
+
+    def __init__(self, shape=()):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def update(self, batch):
+        batch = batch.double()
+        total = self.count + len(batch)
+        delta = batch.mean(0) - self.mean
+        share = len(batch) / total
+        self.var.copy_((1 - share) * self.var + share * batch.var(0, correction=0) + share * (1 - share) * delta.square())
+        self.mean += share * delta
+        self.count.copy_(total)
+
+    @property
+    def std(self):
+        return torch.sqrt(self.var + 1e-8)
+
+
+def k_step_gae(rewards, g, next_g, terminations, dones, gamma, gae_lambda, k):
+    """Advantages sum_{l<k} (γλ)^l δ_{t+l} with δ_t = r_t + γ g(s_{t+1}) - g_t, cut where episodes and the rollout end (line 10)."""
+    deltas = rewards + gamma * next_g * ~terminations - g
+    advantages = torch.empty_like(deltas)
+    advantage = torch.zeros_like(deltas[0])
+    for t in reversed(range(len(deltas))):
+        advantage = deltas[t] + gamma * gae_lambda * ~dones[t] * advantage
+        advantages[t] = advantage
+    if k < len(deltas):
+        # A window of k steps is the whole sum less what follows the window, where no episode ended inside it.
+        unbroken = count_in_window(dones, k) == 0
+        advantages[:-k] = advantages[:-k] - (gamma * gae_lambda) ** k * unbroken * advantages[k:]
+    return advantages
+
+
+def sr_targets(rewards, next_g, terminations, dones, gamma, gae_lambda, k):
+    """One n-step target per step, n drawn with GAE's weights: P(n) = (1-λ)λ^(n-1) for n < k, else k (SR(λ), Nam et al. 2021).
+
+    k_step_gae + g averages these targets, which is right in the mean but too narrow; a draw has the spread of the return."""
+    one_step = rewards + gamma * next_g * ~terminations
+    go_on = (torch.rand_like(rewards) < gae_lambda) & ~dones
+    go_on[-1] = False
+    x = one_step.clone()
+    for t in reversed(range(len(x) - 1)):
+        x[t] = torch.where(go_on[t], rewards[t] + gamma * x[t + 1], one_step[t])
+    if k < len(x):
+        # Where the draw went past k steps, bootstrap at step k instead.
+        too_long = count_in_window(go_on, k) == k
+        x[:-k] = x[:-k] - gamma**k * too_long * (x[k:] - next_g[k - 1 : -1])
+    return x
+
+
+def count_in_window(flags, k):
+    """How many of flags[t], ..., flags[t+k-1] are set, for every t < T - k."""
+    counts = F.pad(flags.long().cumsum(0), (0, 0, 1, 0))
+    return counts[k:-1] - counts[: -k - 1]
+
+
+def discounted_sums(rewards, dones, start, gamma):
+    """The running discounted reward sum of each environment (its std is the scale of rewards), carried on from `start`."""
+    sums = torch.empty_like(rewards)
+    for t in range(len(rewards)):
+        start = gamma * start + rewards[t]
+        sums[t] = start
+        start = start * ~dones[t]
+    return sums, start
+
+
+# BDPG:
+def gaussian_kl(mean_q, std_q, mean_p, std_p):
+    """KL(q || p) of diagonal Gaussians, summed over the latent dimensions."""
+    return (torch.log(std_p / std_q) + (std_q.square() + (mean_q - mean_p).square()) / (2 * std_p.square()) - 0.5).sum(-1)
+
+
+def eta_at(eta, t):
+    """The decayed curiosity coefficient η_t = η sqrt(log t / t); t starts at 4, past the maximum of log t / t."""
+    t = max(4, t)
+    return eta * math.sqrt(math.log(t) / t)
+
+
+# --- networks ---
+
+
+def layer_init(layer, std=2**0.5):
+    nn.init.orthogonal_(layer.weight, std)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
+class ConditionalMLP(nn.Module):
+    """A network on a few scalars and a state embedding c. The scalars are embedded first, so that c does not drown them; both meet
+    in a sum, so that many samples of one state share the work on c (c broadcasts)."""
+
+    def __init__(self, input_dim, state_dim, output_dim, hidden, activation):
+        super().__init__()
+        self.embed = layer_init(nn.Linear(input_dim, 32))
+        self.from_inputs = layer_init(nn.Linear(32, hidden[0], bias=False), std=1.0)
+        self.from_state = layer_init(nn.Linear(state_dim, hidden[0]), std=1.0)
+        self.middle = layer_init(nn.Linear(hidden[0], hidden[1]))
+        self.output = layer_init(nn.Linear(hidden[1], output_dim), std=1.0)
+        self.activation = activation
+
+    def forward(self, inputs, c):
+        h = self.activation(self.embed(inputs))
+        h = self.activation(self.from_inputs(h) + self.from_state(c))
+        return self.output(self.activation(self.middle(h)))
+
+
+# MuJoCo:
+class Trunk(nn.Module):
+    """State embedding c(s) of the return model; the policy has a network of its own."""
+
+    output_dim = 64
+
+    def __init__(self, obs_dim):
+        super().__init__()
+        width = self.output_dim
+        self.net = nn.Sequential(layer_init(nn.Linear(obs_dim, width)), nn.Tanh(), layer_init(nn.Linear(width, width)), nn.Tanh())
+
+    def forward(self, obs):
+        return self.net(obs)
+
+
+# MuJoCo:
+class Policy(nn.Module):
+    """Diagonal Gaussian with a state-independent standard deviation."""
+
+    def __init__(self, obs_dim, action_dim, width=64):
+        super().__init__()
+        self.net = nn.Sequential(
+            layer_init(nn.Linear(obs_dim, width)),
+            nn.Tanh(),
+            layer_init(nn.Linear(width, width)),
+            nn.Tanh(),
+            layer_init(nn.Linear(width, action_dim), std=0.01),
+        )
+        self.log_std = nn.Parameter(torch.zeros(action_dim))
+
+    def forward(self, obs, c):
+        return Independent(Normal(self.net(obs), self.log_std.exp(), validate_args=False), 1, validate_args=False)
+
+
+# BDPG:
+class ReturnModel(nn.Module):
+    """The distribution of returns given c(s): prior p(z|s), encoder q(z|x,s), generator G(z,s), discriminator D(x,z,s)."""
+
+    def __init__(self, state_dim, latent_dim, hidden):
+        super().__init__()
+        self.prior = nn.Sequential(
+            layer_init(nn.Linear(state_dim, hidden[1])), nn.Tanh(), layer_init(nn.Linear(hidden[1], latent_dim), std=0.1), nn.Tanh()
+        )
+        self.encoder = ConditionalMLP(1, state_dim, 2 * latent_dim, hidden, torch.tanh)
+        self.generator = ConditionalMLP(latent_dim, state_dim, 1, hidden, torch.tanh)
+        self.discriminator = ConditionalMLP(1 + latent_dim, state_dim, 1, hidden, F.leaky_relu)
+        self.register_buffer("residual_ms", torch.tensor(math.nan))
+
+    def sample_prior(self, c):
+        """z ~ p(z|s) = N(mean(s), 1), the mean in [-1, 1]: an unbounded mean drifts, and the information gain with it."""
+        mean = self.prior(c)
+        return mean + torch.randn_like(mean)
+
+    def generate(self, z, c):
+        """G(z, s)."""
+        return self.generator(z, c).squeeze(-1)
+
+    def sample(self, c, num_samples):
+        """Returns g = G(z, s) with z ~ p(z|s) (lines 6 and 8), as a tensor (num_samples, *states)."""
+        mean = self.prior(c)
+        z = mean + torch.randn(num_samples, *mean.shape, device=c.device)
+        return self.generate(z, c)
+
+    def centre(self, c):
+        """b(s) = G(E[z|s], s), which returns are seen relative to."""
+        return self.generate(self.prior(c), c)
+
+    def relative(self, x, centre):
+        """Encoder and discriminator see a return relative to its state, (x - b(s)) / w: raw, its spread is lost beside b(s)."""
+        return ((x - centre) / self.residual_ms.sqrt()).unsqueeze(-1)
+
+    def encode(self, relative_x, c):
+        """Mean and standard deviation of q(z|x, s)."""
+        mean, raw_std = self.encoder(relative_x, c).chunk(2, -1)
+        return mean, F.softplus(raw_std) + 1e-3
+
+    def track_residuals(self, residuals):
+        """Moves w², the running mean square of x - b(s); the first batch sets it."""
+        mean_square = residuals.square().mean()
+        self.residual_ms.copy_(torch.where(self.residual_ms.isnan(), mean_square, self.residual_ms.lerp(mean_square, 0.1)))
+
+    def discriminate(self, relative_x, z, c):
+        """The logit of D(x, z, s)."""
+        return self.discriminator(torch.cat([relative_x, z], -1), c).squeeze(-1)
+
+
+class Agent(nn.Module):
+    """All that is learnt, running statistics included."""
+
+    def __init__(self, envs, args):
+        super().__init__()
+        # MuJoCo:
+        obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
+        self.obs_stats = RunningMeanStd((obs_dim,))
+        self.trunk = Trunk(obs_dim)
+        self.policy = Policy(obs_dim, action_dim)
+        self.reward_stats = RunningMeanStd()
+        # BDPG:
+        self.return_model = ReturnModel(self.trunk.output_dim, args.latent_dim, hidden=(64, 64))
+        self.u_stats = RunningMeanStd()
+
+    # MuJoCo:
+    def observe(self, obs, learn=True):
+        """Raw observations as the networks take them: standardised by the running statistics, which learn from them first."""
+        obs = torch.as_tensor(obs, device=self.obs_stats.mean.device)
+        if learn:
+            self.obs_stats.update(obs)
+        return ((obs - self.obs_stats.mean) / self.obs_stats.std).clamp(-10, 10).float()
+
+
+def make_optimizers(agent, args):
+    """Three Adams; each moves its own networks and no others."""
+    model = agent.return_model
+
+    def adam(networks, learning_rate, betas):
+        parameters = [parameter for network in networks for parameter in network.parameters()]
+        return torch.optim.Adam(parameters, lr=learning_rate, betas=betas, eps=1e-5, fused=True)
+
+    return {
+        "policy, trunk and generator": adam([agent.policy, agent.trunk, model.generator], args.learning_rate, (0.9, 0.999)),
+        # BDPG:
+        "discriminator": adam([model.discriminator], args.adversarial_learning_rate, (0.5, 0.999)),
+        "encoder and prior": adam([model.encoder, model.prior], args.adversarial_learning_rate, (0.5, 0.999)),
+    }
+
+
+# --- losses ---
+
+
+def ppo_loss(log_prob, old_log_prob, advantages, args):
+    """The clipped surrogate of the policy gradient (line 20), and how far the policy has moved."""
+    log_ratio = log_prob - old_log_prob
+    ratio = log_ratio.exp()
+    if args.norm_adv:
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    loss = -torch.min(ratio * advantages, clipped_ratio * advantages).mean()
+    with torch.no_grad():
+        approx_kl = (ratio - 1 - log_ratio).mean()
+        clip_fraction = ((ratio - 1).abs() > args.clip_coef).float().mean()
+    return loss, approx_kl, clip_fraction
+
+
+# BDPG:
+class Joints(NamedTuple):
+    """Samples of the joints of Eq. 10: (x̃, z) of the generative model, (x, z̃) of the inference; returns relative to b(s)."""
+
+    x_tilde: torch.Tensor
+    z: torch.Tensor
+    x: torch.Tensor
+    z_tilde: torch.Tensor
+
+
+def sample_joints(model, x, c):
+    centre = model.centre(c).detach()
+    x = model.relative(x, centre)
+    mean, std = model.encode(x, c)
+    z_tilde = mean + std * torch.randn_like(std)  # line 15
+    z = model.sample_prior(c)
+    x_tilde = model.relative(model.generate(z, c), centre)  # line 16; its gradient reaches the prior through z
+    return Joints(x_tilde, z, x, z_tilde)
+
+
+def discriminator_loss(model, joints, c, r1_coef):
+    """-log D(x̃, z, s) - log(1 - D(x, z̃, s)) (line 17, Eq. 11); and the share of samples that D tells apart."""
+    x, z = torch.cat([joints.x_tilde, joints.x]).detach(), torch.cat([joints.z, joints.z_tilde]).detach()
+    inputs = torch.cat([x, z], -1).requires_grad_()
+    logits = model.discriminator(inputs, torch.cat([c, c]))
+    logits_p, logits_q = logits.chunk(2)
+    loss = F.softplus(-logits_p).mean() + F.softplus(logits_q).mean()
+    accuracy = ((logits_p > 0).float().mean() + (logits_q < 0).float().mean()) / 2
+    if r1_coef > 0:
+        # Without a bound on its slope D wins or gives up, the encoder learns to ignore x, and G collapses to the mean.
+        (slopes,) = torch.autograd.grad(logits.sum(), inputs, create_graph=True)
+        loss = loss + r1_coef / 2 * slopes.square().sum(-1).mean()
+    return loss, accuracy
+
+
+def encoder_prior_loss(model, joints, c):
+    """-log(1 - D(x̃, z, s)) - log D(x, z̃, s) (line 18, Eq. 11)."""
+    logits_p = model.discriminate(joints.x_tilde, joints.z, c)
+    logits_q = model.discriminate(joints.x, joints.z_tilde, c)
+    return F.softplus(logits_p).mean() + F.softplus(-logits_q).mean()
+
+
+def descend(optimizer, loss, max_grad_norm):
+    """One clipped step on the optimiser's own parameters: nothing else that the loss depends on is moved."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    optimizer.zero_grad()
+    loss.backward(inputs=parameters)
+    grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+    optimizer.step()
+    return grad_norm
+
+
+def distribution_metrics(samples, x):
+    """How well sampled returns (n, states) describe the Bellman targets x (states,) that came true, one per state."""
+    mean = samples.mean(0)
+    low, high = torch.quantile(samples, torch.tensor([0.1, 0.9], device=x.device), dim=0)
+    # Each state has a single x, so W1 compares what all states share: the distribution around the model's mean.
+    residuals, sampled_residuals = x - mean, samples - mean
+    levels = (torch.arange(100, device=x.device) + 0.5) / 100
+    w1 = (torch.quantile(residuals, levels) - torch.quantile(sampled_residuals.flatten(), levels)).abs().mean()
+    return {
+        "return_model/explained_variance": 1 - residuals.var() / x.var(),
+        "return_model/coverage_80": ((low <= x) & (x <= high)).float().mean(),
+        "return_model/w1": w1 / x.std(),
+        "return_model/spread": samples.std(0).mean() / x.std(),
+    }
+
+
+# --- the run's folder ---
+
+
+def start_run(args, run_dir):
+    """Makes the run's folder and writes down what it takes to repeat the run."""
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    packages = ["torch", "numpy", "gymnasium", "mujoco", "ale-py"]
+    record = {
+        "script": Path(__file__).name,
+        "command": shlex.join(["python", *sys.argv]),
+        "args": {name: str(value) if isinstance(value, Path) else value for name, value in asdict(args).items()},
+        "versions": {"python": platform.python_version(), **{package: version(package) for package in packages}},
+        "git": git.stdout.strip() or None,
+    }
+    try:
+        run_dir.mkdir(parents=True, exist_ok=args.capture_video)
+        (run_dir / "run.json").write_text(json.dumps(record, indent=2) + "\n")
+        writer = SummaryWriter(run_dir)
+    except OSError as error:
+        fail(f"the run's folder {run_dir} cannot be written ({error.strerror}); choose another with --run-dir.")
+    if args.track:
+        try:
+            import wandb
+        except ImportError:
+            fail("--track needs Weights & Biases; install it with: pip install wandb")
+        wandb.init(project=args.wandb_project, name=run_dir.name, config=record["args"], dir=run_dir, sync_tensorboard=True)
+    writer.add_text("run", f"```\n{json.dumps(record, indent=2)}\n```")
+    return writer
+
+
+# --- training ---
+
+
+def train(args):
+    check_args(args)
+    k = args.bootstrap_length or args.num_steps
+    args.num_steps = max(k, args.num_steps)
+    batch_size = args.num_envs * args.num_steps
+    num_iterations = args.total_timesteps // batch_size
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = True
+    device = torch.device("cuda" if args.cuda else "cpu")
+
+    name = f"{args.env_id.replace('/', '-')}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = args.run_dir / name
+    envs = make_envs(args, run_dir / "videos")
+    agent = Agent(envs, args).to(device)  # line 1
+    model = agent.return_model
+    optimizers = make_optimizers(agent, args)
+    learning_rates = {name: optimizer.param_groups[0]["lr"] for name, optimizer in optimizers.items()}
+    writer = start_run(args, run_dir)
+
+    next_obs = agent.observe(reset_envs(envs, args.seed))
+    per_step = (args.num_steps, args.num_envs)  # the outcome of step t is stored at index t
+    obs = torch.zeros(per_step + next_obs.shape[1:], dtype=next_obs.dtype, device=device)
+    embeddings = torch.zeros(per_step + (agent.trunk.output_dim,), device=device)
+    actions = torch.as_tensor(np.zeros(per_step + envs.single_action_space.shape, envs.single_action_space.dtype), device=device)
+    log_probs = torch.zeros(per_step, device=device)
+    raw_rewards = torch.zeros(per_step, device=device)
+    terminations = torch.zeros(per_step, dtype=torch.bool, device=device)
+    dones = torch.zeros(per_step, dtype=torch.bool, device=device)
+    reward_sums = torch.zeros(args.num_envs, device=device)
+    episode_returns, episode_lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=int)
+    recent_scores = deque(maxlen=100)
+    interval_scores = []
+    global_step = 0
+    start_time = last_line_time = time.time()
+    progress = tqdm(total=num_iterations * batch_size, unit=" steps", unit_scale=True, disable=not sys.stderr.isatty())
+
+    for iteration in range(1, num_iterations + 1):  # line 2
+        fraction_left = 1 - (iteration - 1) / num_iterations if args.anneal_lr else 1
+        for name, optimizer in optimizers.items():
+            optimizer.param_groups[0]["lr"] = fraction_left * learning_rates[name]
+
+        # --- rollout (lines 3-7) ---
+        cut_short = []  # (step, environment, final observation) of truncated episodes
+        for t in range(args.num_steps):
+            with torch.no_grad():
+                c = agent.trunk(next_obs)
+                policy = agent.policy(next_obs, c)
+                action = policy.sample()
+                obs[t], embeddings[t], actions[t], log_probs[t] = next_obs, c, action, policy.log_prob(action)
+            raw_obs, reward, terminated, truncated, final_obs, game_over = step_envs(envs, action.cpu().numpy())
+            next_obs = agent.observe(raw_obs)
+            raw_rewards[t] = torch.as_tensor(reward)
+            terminations[t] = torch.as_tensor(terminated)
+            dones[t] = torch.as_tensor(terminated | truncated)
+            cut_short += [(t, i, final_obs[i]) for i in np.flatnonzero(truncated & ~terminated)]
+            episode_returns += reward
+            episode_lengths += 1
+            for i in np.flatnonzero(game_over):
+                step = global_step + (t + 1) * args.num_envs
+                writer.add_scalar("charts/episodic_return", episode_returns[i], step)
+                writer.add_scalar("charts/episodic_length", episode_lengths[i], step)
+                recent_scores.append(episode_returns[i])
+                interval_scores.append(episode_returns[i])
+                episode_returns[i] = episode_lengths[i] = 0
+        global_step += batch_size
+
+        with torch.no_grad():
+            # Rewards are divided by the running std of their discounted sum: returns of every task then have the same scale.
+            sums, reward_sums = discounted_sums(raw_rewards, dones, reward_sums, args.gamma)
+            agent.reward_stats.update(sums.flatten())
+            rewards = (raw_rewards / agent.reward_stats.std).clamp(-10, 10).float()
+
+            # --- returns, advantages and Bellman targets (lines 6, 8-11) ---
+            # The networks did not change during the rollout, so its returns g_0 ... g_k can be sampled here, all at once.
+            last_embedding = agent.trunk(next_obs)
+            samples = model.sample(torch.cat([embeddings, last_embedding.unsqueeze(0)]), args.num_return_samples)
+            samples, next_samples = samples[:, :-1], samples[:, 1:].clone()
+            if cut_short:  # after a truncated step comes the last state of its own episode, not the first of the next
+                steps, indices, final_obs = zip(*cut_short, strict=True)
+                c = agent.trunk(agent.observe(np.stack(final_obs), learn=False))
+                next_samples[:, steps, indices] = model.sample(c, args.num_return_samples)
+            g, next_g = samples[0], next_samples[0]
+            ends = (terminations, dones, args.gamma, args.gae_lambda, k)
+            if args.target == "sr":
+                x = sr_targets(rewards, next_g, *ends)
+            else:
+                x = k_step_gae(rewards, g, next_g, *ends) + g
+
+            # --- curiosity (lines 12-13, Eqs. 13-14) ---
+            # BDPG:
+            centre = model.centre(embeddings)
+            model.track_residuals(x - centre)
+            policy_rewards = rewards
+            if args.eta > 0:
+                u = gaussian_kl(
+                    *model.encode(model.relative(x, centre), embeddings), *model.encode(model.relative(g, centre), embeddings)
+                ).clamp(max=args.u_bar)
+                eta_t = eta_at(args.eta, iteration * args.update_epochs)
+                # Measured against earlier gains; the first batch has none and gets no bonus.
+                if iteration > 1:
+                    policy_rewards = rewards + eta_t * ((u - agent.u_stats.mean) / agent.u_stats.std).float()
+                agent.u_stats.update(u.flatten())
+            advantages = k_step_gae(policy_rewards, samples.mean(0), next_samples.mean(0), *ends)
+
+            some = torch.randperm(batch_size, device=device)[:512]
+            some_c, some_x = embeddings.flatten(0, 1)[some], x.flatten()[some]
+            metrics = distribution_metrics(model.sample(some_c, 64), some_x)
+            # BDPG:
+            metrics["return_model/prior_mean_abs"] = model.prior(some_c).abs().mean()
+            metrics["return_model/encoder_std_min"] = model.encode(model.relative(some_x, model.centre(some_c)), some_c)[1].min()
+            metrics["return_model/residual_scale"] = model.residual_ms.sqrt()
+            if args.eta > 0:
+                metrics["curiosity/information_gain"] = u.mean()
+                metrics["curiosity/information_gain_p99"] = u.quantile(0.99)
+                metrics["curiosity/eta_t"] = eta_t
+
+        # --- minibatch updates (lines 14-20) ---
+        b_obs, b_actions, b_log_probs, b_advantages, b_x = (v.flatten(0, 1) for v in (obs, actions, log_probs, advantages, x))
+        history = []
+        for _ in range(args.update_epochs):
+            for index in torch.randperm(batch_size, device=device).split(args.minibatch_size):
+                o, x = b_obs[index], b_x[index]
+                c = agent.trunk(o)  # the only trunk pass; the adversarial networks take its detached output and never train it
+                losses = {}
+                # BDPG:
+                s = c.detach()
+                joints = sample_joints(model, x, s)  # lines 15-16
+                losses["discriminator"], accuracy = discriminator_loss(model, joints, s, args.r1_coef)
+                descend(optimizers["discriminator"], losses["discriminator"], args.max_grad_norm)  # line 17
+                losses["encoder_prior"] = encoder_prior_loss(model, joints, s)
+                grad_norm = descend(optimizers["encoder and prior"], losses["encoder_prior"], args.max_grad_norm)  # line 18
+                losses["generator"] = F.mse_loss(model.generate(joints.z_tilde.detach(), c), x)  # line 19, Eq. 12
+                losses |= {"discriminator_accuracy": accuracy, "encoder_prior_grad_norm": grad_norm}
+                policy = agent.policy(o, c)
+                log_prob, entropy = policy.log_prob(b_actions[index]), policy.entropy().mean()
+                losses["policy"], approx_kl, clip_fraction = ppo_loss(log_prob, b_log_probs[index], b_advantages[index], args)
+                loss = losses["policy"] - args.ent_coef * entropy + args.vf_coef * losses["generator"]
+                descend(optimizers["policy, trunk and generator"], loss, args.max_grad_norm)  # lines 19-20
+                losses |= {"entropy": entropy, "approx_kl": approx_kl, "clip_fraction": clip_fraction}
+                history.append({name: value.detach() for name, value in losses.items()})
+
+        # --- logging ---
+        metrics |= {f"losses/{name}": torch.stack([losses[name] for losses in history]).mean() for name in history[0]}
+        metrics["charts/learning_rate"] = fraction_left * args.learning_rate
+        metrics["charts/reward_scale"] = agent.reward_stats.std
+        metrics["charts/steps_per_second"] = global_step / (time.time() - start_time)
+        if iteration % args.score_interval == 0 and interval_scores:
+            metrics["charts/averaged_score"] = np.mean(interval_scores)
+            interval_scores = []
+        for name, value in metrics.items():
+            writer.add_scalar(name, float(value), global_step)
+        broken = [name for name, value in metrics.items() if name.startswith("losses/") and not math.isfinite(value)]
+        broken += [name for name, parameter in agent.named_parameters() if not parameter.isfinite().all()]
+        if broken:
+            writer.close()
+            fail(f"{broken[0]} is not finite after iteration {iteration} ({global_step} steps); try a lower --learning-rate.")
+        score = f"{np.mean(recent_scores):.1f}" if recent_scores else "none yet"
+        progress.set_postfix(score=score, refresh=False)
+        progress.update(batch_size)
+        if progress.disable and (time.time() - last_line_time > 10 or iteration == 1):
+            last_line_time = time.time()
+            left = (last_line_time - start_time) * (num_iterations / iteration - 1)
+            speed = metrics["charts/steps_per_second"]
+            print(f"step {global_step:,}  score {score}  {speed:,.0f} steps/s  {left / 60:.0f} min left", flush=True)
+
+    progress.close()
+    envs.close()
+    writer.close()
+    minutes = (time.time() - start_time) / 60
+    print(f"{global_step:,} steps in {minutes:.1f} min; score over the last {len(recent_scores)} episodes: {score}; log: {run_dir}")
+    return agent
+
+
+if __name__ == "__main__":
+    train(tyro.cli(Args))
