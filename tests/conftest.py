@@ -1,0 +1,125 @@
+"""What the tests share: both scripts as modules, small agents, short runs, and spies."""
+
+import functools
+import importlib
+import math
+from types import SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Discrete
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+SCRIPTS = ["bdpg_mujoco", "bdpg_atari"]
+torch.set_num_threads(1)  # bit-identical sums whatever the machine, and no fight for its cores
+# Cut after 7 steps, so that a short run sees truncated episodes inside its rollouts.
+gym.register("ShortPendulum-v0", "gymnasium.envs.classic_control:PendulumEnv", max_episode_steps=7)
+
+
+@pytest.fixture(params=SCRIPTS)
+def script(request):
+    return importlib.import_module(request.param)
+
+
+@pytest.fixture
+def mujoco():
+    return importlib.import_module("bdpg_mujoco")
+
+
+@pytest.fixture
+def atari():
+    return importlib.import_module("bdpg_atari")
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed():
+    torch.manual_seed(0)
+    np.random.seed(0)
+
+
+@pytest.fixture
+def short_games(monkeypatch, atari):
+    """Atari games are cut after 60 frames, which is 15 steps."""
+    monkeypatch.setattr(atari, "AtariVectorEnv", functools.partial(atari.AtariVectorEnv, max_num_frames_per_episode=60))
+
+
+def is_atari(script):
+    return script.__name__ == "bdpg_atari"
+
+
+def make_agent(script, **overrides):
+    """An untrained agent, its optimisers and arguments; the environments are only asked for their spaces."""
+    spaces = SimpleNamespace(
+        single_observation_space=Box(-math.inf, math.inf, (3,)),
+        single_action_space=Discrete(4) if is_atari(script) else Box(-1, 1, (2,)),
+    )
+    args = script.Args(cuda=False, **overrides)
+    agent = script.Agent(spaces, args)
+    agent.return_model.track_residuals(torch.tensor([1.5, -0.5]))
+    return agent, script.make_optimizers(agent, args), args
+
+
+def random_observations(script, n):
+    """Observations as the trunk takes them."""
+    return torch.randint(0, 256, (n, 84, 84, 4), dtype=torch.uint8) if is_atari(script) else torch.randn(n, 3)
+
+
+def rollout(T, N, seed=0, dtype=torch.float64, p_end=0.15):
+    """Random rewards and returns with both kinds of episode end. next_g differs from the shifted g only where an episode was cut."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=dtype)  # noqa: E731
+    coin = lambda: torch.rand(T, N, generator=generator) < p_end  # noqa: E731
+    rewards, values, terminations, truncations = draw(T, N), draw(T + 1, N), coin(), coin()
+    dones = terminations | truncations
+    next_g = torch.where(dones, draw(T, N), values[1:])
+    return rewards, values[:-1], next_g, terminations, dones
+
+
+def n_step_target(rewards, next_g, terminations, dones, gamma, t, i, n):
+    """r_t + γ r_{t+1} + ... + γ^m g(s_{t+m}), one term at a time: m = n, or fewer where the episode or the rollout ends first."""
+    total, discount = 0.0, 1.0
+    for step in range(t, min(t + n, len(rewards))):
+        total += discount * rewards[step, i].item()
+        discount *= gamma
+        if dones[step, i]:
+            break
+    return total + (0.0 if terminations[step, i] else discount * next_g[step, i].item())
+
+
+def lambda_weights(gae_lambda, k):
+    """GAE's weight of the n-step target for n = 1 ... k; a draw that ends earlier ends there for all longer n alike."""
+    return np.array([(1 - gae_lambda) * gae_lambda ** (n - 1) for n in range(1, k)] + [gae_lambda ** (k - 1)])
+
+
+def short_args(script, run_dir, **overrides):
+    """Arguments of a run that takes a second or two."""
+    tiny = dict(num_envs=2, num_steps=16, minibatch_size=16, update_epochs=2, score_interval=1, eta=0.1, seed=3, cuda=False)
+    tiny["env_id"] = "BreakoutNoFrameskip-v4" if is_atari(script) else "ShortPendulum-v0"
+    iterations = overrides.pop("iterations", 3)
+    tiny |= overrides
+    steps = max(tiny["num_steps"], tiny.get("bootstrap_length") or 0)
+    tiny.setdefault("total_timesteps", iterations * tiny["num_envs"] * steps)
+    return script.Args(run_dir=run_dir, **tiny)
+
+
+def spy(monkeypatch, owner, name):
+    """Lets owner.name work as before and returns the list of its calls: (positional arguments, result)."""
+    original, calls = getattr(owner, name), []
+
+    def recorded(*args, **kwargs):
+        result = original(*args, **kwargs)
+        calls.append((args, result))
+        return result
+
+    monkeypatch.setattr(owner, name, recorded)
+    return calls
+
+
+def read_scalars(run_dir):
+    """Every scalar that the only run below run_dir logged: {tag: [(step, value), ...]}."""
+    (events,) = run_dir.rglob("events.out.tfevents.*")
+    log = EventAccumulator(str(events.parent), size_guidance={"scalars": 0})
+    log.Reload()
+    return {tag: [(event.step, event.value) for event in log.Scalars(tag)] for tag in log.Tags()["scalars"]}

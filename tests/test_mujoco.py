@@ -1,0 +1,67 @@
+"""Continuous control environments against separately stepped ones."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+
+def make_envs(mujoco, env_id, num_envs):
+    return mujoco.make_envs(mujoco.Args(env_id=env_id, num_envs=num_envs), None)
+
+
+@pytest.mark.parametrize("env_id, length", [("Pendulum-v1", 200), ("Hopper-v5", None)])
+def test_episodes_equal_those_of_a_single_environment(mujoco, env_id, length):
+    """Pendulum is cut after 200 steps, Hopper falls. The next episode starts in the same step: no step is lost to the reset."""
+    seed, num_envs = 5, 2
+    envs = make_envs(mujoco, env_id, num_envs)
+    obs = mujoco.reset_envs(envs, seed)
+    singles = [gym.make(env_id) for _ in range(num_envs)]
+    for i, single in enumerate(singles):
+        np.testing.assert_array_equal(obs[i], single.reset(seed=seed + i)[0])
+    bound = envs.single_action_space.high[0]
+    rng, ends = np.random.default_rng(0), []
+    for step in range(1, 410):
+        actions = rng.integers(-2, 3, envs.action_space.shape) / np.float32(2)  # halves: scaling them is exact
+        obs, rewards, terminated, truncated, final_obs, game_over = mujoco.step_envs(envs, actions)
+        assert (game_over == (terminated | truncated)).all()
+        for i, single in enumerate(singles):
+            true_obs, reward, *true_ends, _ = single.step(bound * actions[i])
+            assert (terminated[i], truncated[i]) == tuple(true_ends)
+            assert rewards[i] == reward
+            if any(true_ends):
+                np.testing.assert_array_equal(final_obs[i], true_obs)
+                true_obs, _ = single.reset()
+                ends.append((step, i))
+            np.testing.assert_array_equal(obs[i], true_obs)
+    assert ends == [(200, 0), (200, 1), (400, 0), (400, 1)] if length else len(ends) > 10
+
+
+class EchoAction(gym.Env):
+    """Shows the action that arrived, with bounds that are not symmetric."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,))
+    action_space = gym.spaces.Box(np.array([-2.0, 1.0], dtype=np.float32), np.array([2.0, 5.0], dtype=np.float32))
+
+    def reset(self, seed=None, options=None):
+        return np.zeros(2, dtype=np.float32), {}
+
+    def step(self, action):
+        return np.asarray(action, dtype=np.float32), 0.0, False, False, {}
+
+
+@pytest.mark.parametrize(
+    "action, arrives",
+    [([-1, -1], [-2, 1]), ([1, 1], [2, 5]), ([0, 0], [0, 3]), ([0.5, -0.5], [1, 2]), ([-7, 7], [-2, 5])],  # beyond ±1: clipped
+)
+def test_actions_are_scaled_to_the_bounds(mujoco, action, arrives):
+    if "EchoAction-v0" not in gym.registry:
+        gym.register("EchoAction-v0", EchoAction)
+    envs = make_envs(mujoco, "EchoAction-v0", 1)
+    mujoco.reset_envs(envs, 0)
+    obs, *_ = mujoco.step_envs(envs, np.array([action], dtype=np.float32))
+    assert obs[0].tolist() == arrives
+
+
+def test_environments_start_differently(mujoco):
+    obs = mujoco.reset_envs(make_envs(mujoco, "Pendulum-v1", 4), 0)
+    assert len(np.unique(obs, axis=0)) == 4

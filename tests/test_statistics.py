@@ -1,0 +1,75 @@
+"""Running statistics against numpy on the whole stream at once."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_agent, rollout
+
+
+@pytest.mark.parametrize("shape", [(), (4,)])
+@pytest.mark.parametrize("offset, scale", [(0.0, 1.0), (1e6, 1.0), (-3.0, 1e-3)])
+def test_running_statistics_equal_those_of_the_whole_stream(script, shape, offset, scale):
+    stats = script.RunningMeanStd(shape)
+    batches = [offset + scale * np.random.standard_normal((size, *shape)) for size in (1, 7, 1, 300, 16, 2)]
+    for end, batch in enumerate(batches, start=1):
+        stats.update(torch.as_tensor(batch))
+        seen = np.concatenate(batches[:end])
+        np.testing.assert_allclose(stats.mean.numpy(), seen.mean(0), rtol=1e-12, atol=1e-12)
+        # A large offset costs the squares that many digits, in numpy as here.
+        np.testing.assert_allclose(stats.var.numpy(), seen.var(0), rtol=1e-6, atol=1e-9 * scale**2)
+        np.testing.assert_allclose(stats.std.numpy(), np.sqrt(seen.var(0) + 1e-8), rtol=1e-6)
+        assert stats.count == len(seen)
+
+
+def test_float32_batches_are_summed_in_double(script):
+    """1e6 + noise keeps 4 bits of noise in a float32: what is left of it must not be lost to the sums."""
+    batch = (1e6 + 4 * torch.randn(5000)).float()
+    stats = script.RunningMeanStd()
+    for part in batch.split(17):
+        stats.update(part)
+    np.testing.assert_allclose(stats.var.item(), batch.double().numpy().var(), rtol=1e-9)
+
+
+def test_statistics_are_saved_with_the_agent(script):
+    agent, _, _ = make_agent(script)
+    agent.reward_stats.update(torch.randn(10))
+    copy, _, _ = make_agent(script)
+    copy.load_state_dict(agent.state_dict())
+    for name in ("mean", "var", "count"):
+        assert getattr(copy.reward_stats, name) == getattr(agent.reward_stats, name)
+
+
+@pytest.mark.parametrize("gamma", [0.9, 1.0])
+def test_discounted_sums_go_on_across_rollouts_and_stop_at_episode_ends(script, gamma):
+    T, N = 30, 3
+    rewards, _, _, _, dones = rollout(T, N)
+    carried, parts = torch.zeros(N, dtype=torch.float64), []
+    for begin, end in ((0, 1), (1, 13), (13, T)):  # uneven rollouts, with borders inside episodes
+        sums, carried = script.discounted_sums(rewards[begin:end], dones[begin:end], carried, gamma)
+        parts.append(sums)
+    for i in range(N):
+        for t in range(T):
+            earlier_ends = [s for s in range(t) if dones[s, i]]
+            start = earlier_ends[-1] + 1 if earlier_ends else 0
+            expected = sum(gamma ** (t - s) * rewards[s, i] for s in range(start, t + 1))
+            torch.testing.assert_close(torch.cat(parts)[t, i], expected)
+
+
+def test_observations_are_standardised_by_what_was_seen(mujoco):
+    agent, _, _ = make_agent(mujoco)
+    batches = np.random.standard_normal((20, 8, 3)) * [1.0, 1e-2, 1e3] + [0.0, 5.0, -1e4]
+    for end, batch in enumerate(batches, start=1):
+        normal = agent.observe(batch)
+        seen = batches[:end].reshape(-1, 3)
+        expected = (batch - seen.mean(0)) / np.sqrt(seen.var(0) + 1e-8)
+        np.testing.assert_allclose(normal.numpy(), expected, rtol=1e-4, atol=1e-5)
+        assert normal.dtype == torch.float32
+    assert agent.observe(np.full((1, 3), 1e9), learn=False).tolist() == [[10.0] * 3]  # outliers are clipped
+
+
+def test_observing_without_learning_leaves_the_statistics_alone(mujoco):
+    agent, _, _ = make_agent(mujoco)
+    agent.observe(np.random.standard_normal((5, 3)))
+    before = {name: value.clone() for name, value in agent.state_dict().items()}
+    agent.observe(np.random.standard_normal((5, 3)) + 100, learn=False)
+    assert all(torch.equal(value, before[name]) for name, value in agent.state_dict().items())
