@@ -104,7 +104,7 @@ class Args:
     """cap ū > 0 on the information gain of a step, in nats; inf for none"""
     target: Literal["lambda", "sr"] = "lambda"
     """Bellman target x: "lambda" averages n-step targets (paper, GAE); "sr" draws one of them, which keeps the spread"""
-    num_return_samples: int = 1
+    num_return_samples: int = 8
     """return samples M >= 1 averaged per state in the policy's advantage (x and u always use a single one)"""
     latent_dim: int = 2
     """dimension of the latent z"""
@@ -604,10 +604,9 @@ def parse_args():
         return args
     checkpoint, path = load_checkpoint(args.resume)
     try:
-        saved = Args(**checkpoint["args"])
+        saved = Args(**checkpoint["args"] | {"run_dir": args.run_dir, "resume": args.resume})
     except (KeyError, TypeError) as error:
         fail(f"{path} does not fit this script ({error}).")
-    saved.run_dir = Path(saved.run_dir)
     return tyro.cli(Args, default=saved)
 
 

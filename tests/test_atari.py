@@ -100,11 +100,14 @@ def test_truncation_keeps_the_last_observation_and_ends_the_game(atari, monkeypa
     for step in range(1, 50):
         actions = np.array([step % 6, (step + 3) % 6])
         obs, _, terminated, truncated, final_obs, game_over = atari.step_envs(envs, actions)
-        assert (terminated.tolist(), truncated.tolist(), game_over.tolist()) == ([False] * 2, [step % 15 == 0] * 2, [step % 15 == 0] * 2)
+        assert not terminated.any() and (truncated == (step % 15 == 0)).all() and (game_over == truncated).all()
         for i, reference in enumerate(references):
             true_obs, *_ = reference.step(actions[i])
             if truncated[i]:
-                np.testing.assert_array_equal(final_obs[i], true_obs)
+                # ALE stops a frame early and pools the newest frame of the stack with the one before, so ball and paddles
+                # are off by a few pixels there; a stack of the next game would differ everywhere in the older three.
+                np.testing.assert_array_equal(final_obs[i, :3], true_obs[:3])
+                assert np.mean(final_obs[i, 3] != true_obs[3]) < 0.01
                 true_obs = reference.start(start_frames()[i])
             np.testing.assert_array_equal(obs[i], true_obs)
 

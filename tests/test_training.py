@@ -1,0 +1,199 @@
+"""Short real runs of train(): repeatable, logged in full, and wired as Algorithm 1 says."""
+
+import json
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import is_atari, read_scalars, short_args, spy
+
+pytestmark = pytest.mark.usefixtures("short_games")
+
+METRICS = {
+    *("charts/episodic_return", "charts/episodic_length", "charts/averaged_score"),
+    *("charts/learning_rate", "charts/reward_scale", "charts/steps_per_second"),
+    *(f"losses/{name}" for name in ("discriminator", "encoder_prior", "generator", "policy", "entropy")),
+    *(f"losses/{name}" for name in ("approx_kl", "clip_fraction", "discriminator_accuracy", "encoder_prior_grad_norm")),
+    *(f"return_model/{name}" for name in ("explained_variance", "coverage_80", "w1", "spread")),
+    *(f"return_model/{name}" for name in ("prior_mean_abs", "encoder_std_min", "residual_scale")),
+}
+CURIOSITY_METRICS = {"curiosity/information_gain", "curiosity/information_gain_p99", "curiosity/eta_t"}
+
+
+def test_same_seed_same_run_bit_for_bit(script, tmp_path):
+    first, again, other = (
+        script.train(short_args(script, tmp_path / name, seed=seed)).state_dict()
+        for name, seed in (("first", 3), ("again", 3), ("other", 4))
+    )
+    assert all(torch.equal(value, again[name]) for name, value in first.items())
+    assert not all(torch.equal(value, other[name]) for name, value in first.items())
+
+
+def test_run_folder_is_complete(script, tmp_path):
+    args = short_args(script, tmp_path)
+    script.train(args)
+    scalars = read_scalars(tmp_path)
+    assert set(scalars) == METRICS | CURIOSITY_METRICS
+    assert all(np.isfinite(value) for values in scalars.values() for _, value in values)
+    assert [step for step, _ in scalars["losses/policy"]] == [32, 64, 96]
+    fractions = np.array([value for _, value in scalars["charts/learning_rate"]]) / args.learning_rate
+    np.testing.assert_allclose(fractions, [1, 2 / 3, 1 / 3], rtol=1e-6)
+
+    (run_json,) = tmp_path.rglob("run.json")
+    record = json.loads(run_json.read_text())
+    assert record["script"] == Path(script.__file__).name
+    assert {"env_id": args.env_id, "seed": 3, "eta": 0.1, "run_dir": str(tmp_path)}.items() <= record["args"].items()
+    assert record["versions"]["python"] == platform.python_version() and record["versions"]["torch"] == version("torch")
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(script.__file__).parent, capture_output=True, text=True)
+    assert record["git"] == (git.stdout.strip() or None)
+
+
+def test_scores_are_whole_episodes_and_their_mean_per_interval(script, tmp_path, monkeypatch):
+    """Episode scores against the sum of what the environments paid; averaged ones against the mean of their interval."""
+    steps = spy(monkeypatch, script, "step_envs")
+    script.train(short_args(script, tmp_path, iterations=4, score_interval=2))
+    scalars = read_scalars(tmp_path)
+    running, lengths, expected = np.zeros(2), np.zeros(2), []
+    for t, (_, (_, rewards, _, _, _, game_over)) in enumerate(steps, start=1):
+        running, lengths = running + rewards, lengths + 1
+        for i in np.flatnonzero(game_over):
+            expected.append((2 * t, running[i], lengths[i]))
+            running[i] = lengths[i] = 0
+    returns = scalars["charts/episodic_return"]
+    assert [step for step, _ in returns] == [step for step, _, _ in expected]
+    np.testing.assert_allclose([value for _, value in returns], [value for _, value, _ in expected], rtol=1e-6)
+    assert [value for _, value in scalars["charts/episodic_length"]] == [length for _, _, length in expected]
+    assert set(length for _, _, length in expected) == ({15} if is_atari(script) else {7})
+    averages = scalars["charts/averaged_score"]
+    assert [step for step, _ in averages] == [64, 128]
+    for end, average in averages:
+        assert average == pytest.approx(np.mean([value for step, value, _ in expected if end - 64 < step <= end]), rel=1e-6)
+
+
+def spied_run(script, tmp_path, monkeypatch, **overrides):
+    """A run whose k_step_gae calls are recorded: two per iteration, first for x, then for the policy."""
+    gae, kl = spy(monkeypatch, script, "k_step_gae"), spy(monkeypatch, script, "gaussian_kl")
+    agent = script.train(short_args(script, tmp_path, **overrides))
+    return agent, [call[0][0] for call in gae[0::2]], [call[0][0] for call in gae[1::2]], gae, kl
+
+
+@pytest.mark.parametrize("eta", [0.0, 0.3])
+def test_targets_use_the_rewards_of_the_task_whatever_the_curiosity(script, tmp_path, monkeypatch, eta):
+    paid = spy(monkeypatch, script, "step_envs")
+    _, target_rewards, _, _, _ = spied_run(script, tmp_path, monkeypatch, eta=eta)
+    raw = torch.tensor(np.array([result[1] for _, result in paid])).reshape(3, 16, 2)
+    for rewards, of_task, (_, scale) in zip(target_rewards, raw, read_scalars(tmp_path)["charts/reward_scale"], strict=True):
+        torch.testing.assert_close(rewards.double(), (of_task / scale).double().clamp(-10, 10), rtol=1e-5, atol=1e-6)
+
+
+def test_without_curiosity_the_policy_gets_the_plain_advantage(script, tmp_path, monkeypatch):
+    agent, target_rewards, policy_rewards, gae, kl = spied_run(script, tmp_path, monkeypatch, eta=0.0)
+    assert len(gae) == 6 and not kl
+    for (args_x, advantages_x), (args_policy, advantages_policy) in zip(gae[0::2], gae[1::2], strict=True):
+        assert torch.equal(args_x[0], args_policy[0]) and torch.equal(advantages_x, advantages_policy)
+    assert agent.u_stats.count == 0
+    assert set(read_scalars(tmp_path)) == METRICS
+
+
+def test_curiosity_is_the_clipped_gain_in_units_of_earlier_gains(script, tmp_path, monkeypatch):
+    u_bar = 0.02
+    _, target_rewards, policy_rewards, _, kl = spied_run(script, tmp_path, monkeypatch, eta=0.3, u_bar=u_bar)
+    gains = [np.minimum(u.double().numpy(), u_bar) for _, u in kl]
+    assert 0.05 < np.mean(np.array(gains) == u_bar) < 0.95  # or the cap would not be tested
+    assert torch.equal(policy_rewards[0], target_rewards[0])  # no earlier gains, no bonus
+    for n in (1, 2):
+        earlier = np.concatenate(gains[:n])
+        t = 2 * (n + 1)  # 2 epochs per iteration
+        eta_t = 0.3 * np.sqrt(np.log(max(t, 4)) / max(t, 4))
+        bonus = eta_t * (gains[n] - earlier.mean()) / np.sqrt(earlier.var() + 1e-8)
+        np.testing.assert_allclose((policy_rewards[n] - target_rewards[n]).numpy(), bonus, rtol=1e-3, atol=1e-4)
+    logged = read_scalars(tmp_path)["curiosity/information_gain"]
+    np.testing.assert_allclose([value for _, value in logged], [gain.mean() for gain in gains], rtol=1e-5)
+
+
+def test_truncated_steps_bootstrap_from_their_own_last_observation(script, tmp_path, monkeypatch):
+    """Returns are made a known function of the state, and the networks too slow to change: next_g can be computed afterwards."""
+    monkeypatch.setattr(script.ReturnModel, "sample", lambda self, c, n: c.sum(-1).expand(n, *c.shape[:-1]).clone())
+    steps = spy(monkeypatch, script, "step_envs")
+    slow = dict(learning_rate=1e-30, adversarial_learning_rate=1e-30)
+    agent, _, _, gae, _ = spied_run(script, tmp_path, monkeypatch, iterations=1, num_steps=32, **slow)
+    (_, g, next_g, terminations, dones, *_), _ = gae[0]
+
+    def return_of(raw_observation):
+        with torch.no_grad():
+            return agent.trunk(agent.observe(raw_observation[None], learn=False)).sum()
+
+    cuts = 0
+    for t, (_, (obs, _, terminated, truncated, final_obs, _)) in enumerate(steps):
+        assert torch.equal(terminations[t], torch.tensor(terminated))
+        assert torch.equal(dones[t], torch.tensor(terminated | truncated))
+        for i in range(2):
+            if truncated[i]:
+                expected, wrong = return_of(final_obs[i]), return_of(obs[i])
+                torch.testing.assert_close(next_g[t, i], expected, rtol=1e-4, atol=1e-3)
+                assert abs(next_g[t, i] - wrong) > 0.01  # the first state of the next episode would have been noticed
+                cuts += 1
+            elif t + 1 < len(steps):
+                assert next_g[t, i] == g[t + 1, i]
+            else:
+                torch.testing.assert_close(next_g[t, i], return_of(obs[i]), rtol=1e-4, atol=1e-3)
+    assert cuts == (4 if is_atari(script) else 8)
+
+
+def test_rollout_is_as_long_as_the_bootstrap(script, tmp_path, monkeypatch):
+    _, target_rewards, _, gae, _ = spied_run(script, tmp_path, monkeypatch, num_steps=8, bootstrap_length=24, iterations=1)
+    assert target_rewards[0].shape == (24, 2) and gae[0][0][-1] == 24
+
+
+def test_a_short_bootstrap_leaves_the_rollout_alone(script, tmp_path, monkeypatch):
+    _, target_rewards, _, gae, _ = spied_run(script, tmp_path, monkeypatch, num_steps=16, bootstrap_length=4, iterations=1)
+    assert target_rewards[0].shape == (16, 2) and gae[0][0][-1] == 4
+
+
+def test_sampled_targets_leave_the_advantage_alone(script, tmp_path, monkeypatch):
+    """--target sr draws x; the policy's advantage is still generalised advantage estimation."""
+    gae, draws = spy(monkeypatch, script, "k_step_gae"), spy(monkeypatch, script, "sr_targets")
+    script.train(short_args(script, tmp_path, target="sr", eta=0.0, iterations=2))
+    assert len(gae) == len(draws) == 2
+    for (gae_args, _), (sr_args, _) in zip(gae, draws, strict=True):
+        assert torch.equal(gae_args[0], sr_args[0]) and torch.equal(gae_args[2], sr_args[1])
+
+
+def test_many_return_samples_are_averaged_for_the_policy_only(script, tmp_path, monkeypatch):
+    samples = spy(monkeypatch, script.ReturnModel, "sample")
+    _, _, _, gae, _ = spied_run(script, tmp_path, monkeypatch, num_return_samples=5, iterations=1)
+    drawn = samples[0][1][:, :-1]
+    (_, g_for_x, *_), (_, g_for_policy, *_) = gae[0][0], gae[1][0]
+    assert torch.equal(g_for_x, drawn[0])
+    torch.testing.assert_close(g_for_policy, drawn.mean(0))
+
+
+def test_frames_reach_the_network_as_bytes(atari, tmp_path, monkeypatch):
+    calls = spy(monkeypatch, atari.Trunk, "forward")
+    atari.train(short_args(atari, tmp_path, iterations=1))
+    assert calls and all(args[1].dtype == torch.uint8 for args, _ in calls)
+
+
+def test_runs_started_in_the_same_second_do_not_share_a_folder(script, tmp_path, monkeypatch):
+    """As in a loop over --eta that starts its runs side by side."""
+    monkeypatch.setattr(script.time, "strftime", lambda *_: "20250101-000000")
+    for eta in (0.0, 0.1):
+        try:
+            script.train(short_args(script, tmp_path, eta=eta, iterations=1))
+        except SystemExit:
+            pass  # to refuse is right as well
+    records = [json.loads(path.read_text()) for path in tmp_path.rglob("run.json")]
+    assert records[0]["args"]["eta"] == 0.0 or len(records) == 2
+    assert len(list(tmp_path.rglob("events.out.tfevents.*"))) == len(records)
+
+
+def test_learns_to_balance_a_pole(mujoco, tmp_path):
+    """A random policy keeps the pole up for 6 steps on average."""
+    args = mujoco.Args(env_id="InvertedPendulum-v5", total_timesteps=24_576, num_envs=8, seed=1, run_dir=tmp_path, cuda=False)
+    mujoco.train(args)
+    scores = [value for _, value in read_scalars(tmp_path)["charts/averaged_score"]]
+    assert scores[0] < 20 and scores[-1] > 60, scores
