@@ -64,7 +64,7 @@ class Args:
     wandb_project: str = "bdpg"
     """the Weights & Biases project, with --track"""
     capture_video: bool = False
-    """record episodes of the first environment into the run's folder, ever more rarely (1st, 8th, 27th, ...)"""
+    """record episodes of the first environment into the run's folder, ever more rarely (0, 1, 8, 27, ... 1000, 2000, ...)"""
 
     # --- environment ---
     num_envs: int = 16
@@ -399,7 +399,7 @@ class ReturnModel(nn.Module):
         return self.generate(self.sample_latent(prior_mean.expand(num_samples, *prior_mean.shape)), c)
 
     def centre(self, c):
-        """b(s) = G(E[z|s], s), which returns are seen relative to."""
+        """b(s) = G(E[z|s], s), which returns are seen relative to; the rollout's b(s) serves until the next."""
         return self.generate(self.prior(c), c)
 
     def relative(self, x, centre):
@@ -475,17 +475,16 @@ def ppo_loss(log_prob, old_log_prob, advantages, args):
 
 
 # BDPG:
-def sample_joints(model, x, c):
+def sample_joints(model, x, centre, c):
     """A batch from each of the two joints of Eq. 10, as stacked rows of (return relative to b(s), latent), and z̃ alone.
 
     joints[0] holds (x̃, z) of the generative model, joints[1] holds (x, z̃) of the inference. Gradients reach the prior through z
     and, by way of the generator, through x̃; they reach the encoder through z̃."""
-    prior_mean = model.prior(c)
-    z = model.sample_latent(prior_mean)
-    x_tilde, centre = model.generate(torch.stack([z, prior_mean]), c)  # line 16; b(s) comes with it
-    x, x_tilde = model.relative(x, centre.detach()), model.relative(x_tilde, centre.detach())
+    x = model.relative(x, centre)
     mean, std = model.encode(x, c)
     z_tilde = mean + std * torch.randn_like(std)  # line 15
+    z = model.sample_latent(model.prior(c))
+    x_tilde = model.relative(model.generate(z, c), centre)  # line 16
     return torch.stack([torch.cat([x_tilde, z], -1), torch.cat([x, z_tilde], -1)]), z_tilde
 
 
@@ -493,8 +492,8 @@ def discriminator_loss(model, joints, c, r1_coef):
     """-log D(x̃, z, s) - log(1 - D(x, z̃, s)) with a slope penalty (line 17, Eq. 11); and the share of samples that D tells right."""
     inputs = joints.detach().requires_grad_(r1_coef > 0)
     logits = model.discriminate(inputs, c)
-    loss = F.softplus(-logits[0]).mean() + F.softplus(logits[1]).mean()
-    accuracy = ((logits[0] > 0).float().mean() + (logits[1] < 0).float().mean()) / 2
+    loss = contrast(logits, torch.tensor([[1.0], [0.0]], device=logits.device))
+    accuracy = torch.stack([logits[0] > 0, logits[1] < 0]).float().mean()
     if r1_coef > 0:
         # Without a bound on its slope D wins or gives up, the encoder learns to ignore x, and G collapses to the mean.
         (slopes,) = torch.autograd.grad(logits.sum(), inputs, create_graph=True)
@@ -505,7 +504,12 @@ def discriminator_loss(model, joints, c, r1_coef):
 def encoder_prior_loss(model, joints, c):
     """-log(1 - D(x̃, z, s)) - log D(x, z̃, s) (line 18, Eq. 11)."""
     logits = model.discriminate(joints, c)
-    return F.softplus(logits[0]).mean() + F.softplus(-logits[1]).mean()
+    return contrast(logits, torch.tensor([[0.0], [1.0]], device=logits.device))
+
+
+def contrast(logits, labels):
+    """-log D where the label is 1, -log(1 - D) where it is 0, summed over the two joints."""
+    return 2 * F.binary_cross_entropy_with_logits(logits, labels.expand_as(logits))
 
 
 def descend(optimizer, loss, max_grad_norm):
@@ -614,7 +618,7 @@ def check_same_run(args, saved):
 
 def parse_args():
     """The command line; with --resume, what it leaves out is as in the checkpoint."""
-    args = tyro.cli(Args)
+    args = tyro.cli(Args, description=__doc__)
     if args.resume is None:
         return args
     checkpoint, path = load_checkpoint(args.resume)
@@ -764,7 +768,7 @@ def train(args):
                 agent.u_stats.update(u.flatten())
             advantages = k_step_gae(policy_rewards, samples.mean(0), next_samples.mean(0), *ends)
 
-            some = torch.randperm(batch_size, device=device)[:512]
+            some = torch.randperm(batch_size, device=device)[:256]
             some_c, some_x = embeddings.flatten(0, 1)[some], x.flatten()[some]
             metrics = distribution_metrics(model.sample(some_c, 64), some_x)
             # BDPG:
@@ -778,6 +782,8 @@ def train(args):
 
         # --- minibatch updates (lines 14-20) ---
         b_obs, b_actions, b_log_probs, b_advantages, b_x = (v.flatten(0, 1) for v in (obs, actions, log_probs, advantages, x))
+        # BDPG:
+        b_centre = centre.flatten()
         history = []
         for _ in range(args.update_epochs):
             for number, index in enumerate(torch.randperm(batch_size, device=device).split(args.minibatch_size)):
@@ -786,7 +792,7 @@ def train(args):
                 losses = {}
                 # BDPG:
                 s = c.detach()
-                joints, z_tilde = sample_joints(model, x, s)  # lines 15-16
+                joints, z_tilde = sample_joints(model, x, b_centre[index], s)  # lines 15-16
                 r1_coef = 4 * args.r1_coef if number % 4 == 0 else 0  # every fourth time, fourfold: as good, and cheaper
                 losses["discriminator"], accuracy = discriminator_loss(model, joints, s, r1_coef)
                 descend(optimizers["discriminator"], losses["discriminator"], args.max_grad_norm)  # line 17

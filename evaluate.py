@@ -90,8 +90,9 @@ def rebuild(script, checkpoint, path, num_envs):
     """The agent as it was saved, the arguments it was trained with, and environments to play in."""
     try:
         args = script.Args(**checkpoint["args"])
-        args.num_envs, args.cuda, args.capture_video, args.run_dir = num_envs, False, False, Path(args.run_dir)
+        args.cuda = args.capture_video = False
         script.check_args(args)
+        args.num_envs = num_envs
         envs = script.make_envs(args, None)
         agent = script.Agent(envs, args)
         agent.load_state_dict(checkpoint["agent"])
@@ -107,7 +108,9 @@ def rebuild(script, checkpoint, path, num_envs):
 # --- playing ---
 
 
-def play(script, agent, envs, seed, quotas, deterministic=False, max_steps=math.inf, keep=0, camera=None, progress=None):
+def play(
+    script, agent, envs, seed, quotas, deterministic=False, max_steps=math.inf, keep=0, camera=None, num_pictures=0, progress=None
+):
     """Plays until environment i has completed quotas[i] episodes, a number fixed beforehand: the first ones to end, of all
     environments together, would be too short on average. Returns the episodes and the record of the first `keep` steps."""
     torch.manual_seed(seed)
@@ -123,7 +126,8 @@ def play(script, agent, envs, seed, quotas, deterministic=False, max_steps=math.
         policy = agent.policy(obs, c)
         action = (policy.mode if deterministic else policy.sample()).numpy()
         counts = [len(done) < quota for done, quota in zip(episodes, quotas, strict=True)]
-        picture = camera(action) if camera else None
+        if camera is not None and t < num_pictures:
+            record.pictures.append(camera(action))
         raw_obs, reward, terminated, truncated, final_obs, game_over = script.step_envs(envs, action)
         obs = agent.observe(raw_obs, learn=False)
         if t < keep:
@@ -133,7 +137,6 @@ def play(script, agent, envs, seed, quotas, deterministic=False, max_steps=math.
             record.dones.append(torch.as_tensor(terminated | truncated))
             record.counts.append(torch.tensor(counts))
             record.cut_short += [(t, i, final_obs[i]) for i in np.flatnonzero(truncated & ~terminated)]
-            record.pictures.append(picture)
         scores += reward
         lengths += 1
         for i in np.flatnonzero(game_over):
@@ -276,7 +279,9 @@ def film(plt, imageio, script, agent, args, options, path, envs, camera, fps):
     # The game goes on unseen for as long as its rewards still matter to the last picture.
     extra = 2000 if args.gamma == 1 else min(2000, math.ceil(math.log(0.01) / math.log(args.gamma)))
     num_steps = options.video_steps + extra
-    _, record = play(script, agent, envs, options.seed, [1], options.deterministic, num_steps, num_steps, camera)
+    _, record = play(
+        script, agent, envs, options.seed, [1], options.deterministic, num_steps, num_steps, camera, options.video_steps
+    )
     truth = look_back(script, agent, args, record)
     T = min(options.video_steps, len(record.rewards))
     samples = agent.return_model.sample(record.embeddings[:T, 0], NUM_SAMPLES).numpy()
@@ -291,7 +296,9 @@ def film(plt, imageio, script, agent, args, options, path, envs, camera, fps):
     limits = (finite.min() - margin, finite.max() + margin)
     grid = np.linspace(*limits, 300)
 
-    rows = 2 if u is None else 3
+    legend = dict(
+        loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=3, frameon=False, fontsize=11, handlelength=1.4, columnspacing=1.3
+    )
     figure = plt.figure(figsize=(12.8, 7.2), dpi=100, layout="constrained")
     left, right = figure.subfigures(1, 2, width_ratios=(1, 1.35))
     game = left.subplots()
@@ -299,22 +306,23 @@ def film(plt, imageio, script, agent, args, options, path, envs, camera, fps):
     image = game.imshow(record.pictures[0], animated=True)
     title = game.set_title(" ", fontsize=15)  # blank at first, to keep its place; drawn anew below
     title.set_animated(True)
-    axes = right.subplots(rows, 1)
+    axes = right.subplots(2 if u is None else 3, 1)
     density, along = axes[0], axes[1]
-    density.set(xlim=limits, ylim=(0, 1.08), xlabel="discounted return from here (scaled rewards)", ylabel="density, peak = 1")
+    density.set(xlim=limits, ylim=(0, 1.08), xlabel="discounted return from here (scaled rewards)", ylabel="relative density")
     (shape,) = density.fill([0, 0, 0], [0, 0, 0], color=BLUE, alpha=0.45, animated=True, label="sampled returns p(X|s)")
     came = density.axvline(0, color=ORANGE, lw=3, animated=True, label="return that came true")
     target = density.axvline(0, color="black", lw=2, ls=(0, (2, 1.5)), animated=True, label="Bellman target x")
-    density.legend(loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=3, frameon=False, fontsize=11, handlelength=1.4)
+    density.legend(**legend)
     along.set(xlim=(0, max(T - 1, 1)), ylim=limits, ylabel="return")
     band = along.fill_between([0], [0], [0], color=BLUE, alpha=0.3, lw=0, animated=True, label="5–95 % of p(X|s)")
     (middle,) = along.plot([], [], color=BLUE, lw=2, animated=True, label="median")
     (truths,) = along.plot([], [], color=ORANGE, lw=2, animated=True, label="came true")
-    along.legend(loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=3, frameon=False, fontsize=11, handlelength=1.4)
+    along.legend(**legend)
     artists = [(game, image), (game, title), (density, shape), (density, came), (density, target)]
     artists += [(along, band), (along, middle), (along, truths)]
     if u is not None:
-        axes[2].set(xlim=(0, max(T - 1, 1)), ylim=(0, 1.05 * u.max() + 1e-6), ylabel="information\ngain (nats)")
+        axes[2].set(xlim=(0, max(T - 1, 1)), ylabel="information\ngain (nats)")
+        scale_gain(axes[2], u.max())
         (gain,) = axes[2].plot([], [], color=GREEN, lw=1.5, animated=True)
         artists.append((axes[2], gain))
     axes[-1].set_xlabel("step of the episode")
@@ -352,23 +360,23 @@ def draw_report(plt, script, agent, args, record, path, title):
     usable = record.counts & truth.known
     if not usable.any():
         fail("--report needs returns that came true, but every episode was cut too early for that (see docs/evaluate.md).")
-    c, returns = record.embeddings[usable], truth.returns[usable]
-    some = torch.randperm(len(returns))[:5000]
-    c, returns = c[some], returns[some]
+    some = torch.randperm(int(usable.sum()))[:5000]
+    c, returns, x = (values[usable][some] for values in (record.embeddings, truth.returns, truth.x))
     samples = torch.cat([agent.return_model.sample(part, NUM_SAMPLES) for part in c.split(250)], 1)
-    pit, stds = probability_integral(samples, returns), samples.std(0).numpy()
+    pit, pit_x, stds = probability_integral(samples, returns), probability_integral(samples, x), samples.std(0).numpy()
     error = (samples.mean(0) - returns).square().mean().sqrt().item()
     levels = torch.linspace(0, 1, 101)
 
     figure, axes = plt.subplots(2, 2, figsize=(11, 9), dpi=120, layout="constrained")
     calibration, histogram, sharpness, gain = axes.flat
-    covered = coverage(pit, levels)
     calibration.plot([0, 100], [0, 100], color=GREY, ls="--", label="ideal")
-    calibration.plot(100 * levels, 100 * covered, color=BLUE, lw=2.5, label="agent")
-    calibration.plot([80], [100 * covered[80]], "o", color=ORANGE, ms=9, label=f"{100 * covered[80]:.0f} % at 80 %")
-    calibration.set(xlabel="nominal coverage of central intervals (%)", ylabel="returns inside (%)", xlim=(0, 100), ylim=(0, 100))
+    for truths, color, name in ((pit, ORANGE, "return"), (pit_x, "black", "target x")):
+        covered = 100 * coverage(truths, levels)
+        style = "-" if truths is pit else ":"
+        calibration.plot(100 * levels, covered, color=color, ls=style, lw=2.5, label=f"{name}: {covered[80]:.0f} %")
+    calibration.set(xlabel="central interval of the samples (%)", ylabel="came true inside it (%)", xlim=(0, 100), ylim=(0, 100))
     calibration.set_title("Calibration")
-    calibration.legend(frameon=False)
+    calibration.legend(frameon=False, title="inside 80 %", alignment="left")
     weight = np.full(len(pit), 20 / len(pit))
     histogram.hist(pit.numpy(), bins=20, range=(0, 1), weights=weight, color=BLUE, alpha=0.6)
     histogram.axhline(1, color=GREY, ls="--", label="ideal")
@@ -405,8 +413,15 @@ def draw_gain(axis, u, record):
     axis.fill_between(middles, p25, p75, color=GREEN, alpha=0.4, lw=0, label="25–75 %")
     axis.plot(middles, p50, color=GREEN, lw=2.5, label="median")
     axis.set(xlabel="step of the learning episode", ylabel="information gain (nats)", title="Information gain")
-    axis.set_ylim(bottom=0)
-    axis.legend(frameon=False)
+    scale_gain(axis, p95.max())
+    axis.legend(frameon=False, loc="upper left")
+
+
+def scale_gain(axis, highest):
+    """Linear up to 1 nat, logarithmic above: a few surprises are a hundred times the usual."""
+    axis.set_yscale("symlog", linthresh=1, linscale=0.7)
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.set_ylim(0, max(1, 1.4 * highest))
 
 
 # --- command line ---
@@ -443,6 +458,9 @@ def evaluate(options):
     result |= {"command": shlex.join(["python", *sys.argv]), "deterministic": options.deterministic}
     packages = ("torch", "numpy", "gymnasium", "mujoco", "ale-py")
     result["versions"] = {"python": platform.python_version(), **{package: version(package) for package in packages}}
+    if options.report:
+        title = f"{args.env_id}, {script.__name__} after {global_step:,} steps"
+        draw_report(plt, script, agent, args, record, output.with_suffix(".png"), title)
     temporary = output.with_suffix(".tmp")
     temporary.write_text(json.dumps(result, indent=2) + "\n")
     os.replace(temporary, output)
@@ -452,8 +470,6 @@ def evaluate(options):
         f"(95 % interval {low:.1f} to {high:.1f}), std {summary['std']:.1f}, median {summary['median']:.1f}\n{output}"
     )
     if options.report:
-        title = f"{args.env_id}, {script.__name__} after {global_step:,} steps"
-        draw_report(plt, script, agent, args, record, output.with_suffix(".png"), title)
         print(output.with_suffix(".png"))
     if options.video:
         film(plt, imageio, script, agent, args, options, output.with_suffix(".mp4"), *filmed)

@@ -1,0 +1,379 @@
+"""A run that is stopped, killed or out of disk goes on as if nothing had happened."""
+
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import short_args, spy
+from gymnasium.envs.classic_control import PendulumEnv
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = dict(env_id="Pendulum-v1", num_envs=2, num_steps=32, minibatch_size=16, update_epochs=1, eta=0.1, seed=3)
+BATCH = 64
+PER_ITERATION = "charts/learning_rate"
+
+
+class FixedPendulum(PendulumEnv):
+    """Every episode starts in the same state: restarted environments are then where they were."""
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.state = np.array([1.0, 0.5])
+        return self._get_obs(), {}
+
+
+gym.register("FixedPendulum-v0", FixedPendulum, max_episode_steps=8)  # whole episodes fit into rollouts of 32 steps
+
+
+def tiny_args(script, folder, iterations, **overrides):
+    return script.Args(**TINY | dict(run_dir=folder, cuda=False, total_timesteps=iterations * BATCH, save_every=1) | overrides)
+
+
+def run_folder(folder):
+    (path,) = folder.iterdir()
+    return path
+
+
+def load(path):
+    return torch.load(path, weights_only=True)
+
+
+def newest(folder):
+    return max(folder.glob("checkpoint-*.pt"))
+
+
+def resume(script, monkeypatch, path, *options):
+    """What `python SCRIPT --resume PATH ...` does."""
+    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", "--resume", str(path), *map(str, options)])
+    return script.train(script.parse_args())
+
+
+def scalars(folder):
+    log = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    log.Reload()
+    return {tag: [(event.step, event.value) for event in log.Scalars(tag)] for tag in log.Tags()["scalars"]}
+
+
+def assert_same(a, b):
+    """Equal to the bit, whatever is nested in whatever; NaN equals NaN."""
+    assert type(a) is type(b)
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for left, right in zip(a, b, strict=True):
+            assert_same(left, right)
+    elif isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+    else:
+        assert a == b or (a != a and b != b)
+
+
+# --- resuming ---
+
+
+class Reached(Exception):
+    pass
+
+
+def test_learner_state_is_identical_at_the_resume_point(script, monkeypatch, tmp_path, short_games):
+    script.train(short_args(script, tmp_path, iterations=2, save_every=1))
+    path = newest(run_folder(tmp_path))
+    saved = load(path)
+    agents, optimizers = spy(monkeypatch, script, "Agent"), spy(monkeypatch, script, "make_optimizers")
+
+    def first_reset(envs, seed):
+        assert_same(torch.get_rng_state(), saved["rng"])
+        assert seed == 3 + 2  # not the episodes of the beginning once more
+        raise Reached
+
+    monkeypatch.setattr(script, "reset_envs", first_reset)
+    with pytest.raises(Reached):
+        resume(script, monkeypatch, path, "--total-timesteps", 10_000)
+    assert_same(dict(agents[0][1].state_dict()), dict(saved["agent"]))
+    for name, optimizer in optimizers[0][1].items():
+        assert_same(optimizer.state_dict(), saved["optimizers"][name])
+
+
+def test_resumed_run_equals_the_straight_one(mujoco, monkeypatch, tmp_path):
+    """Where the environments' restart changes nothing, the rest of the run is the same to the bit: weights, optimisers, random
+    numbers, running statistics, counters, annealed learning rates and η_t."""
+    tiny = dict(env_id="FixedPendulum-v0", score_interval=3)
+    mujoco.train(tiny_args(mujoco, tmp_path / "straight", 5, **tiny))
+    straight = run_folder(tmp_path / "straight")
+
+    class Interrupted(Exception):
+        pass
+
+    save_checkpoint = mujoco.save_checkpoint
+
+    def save_and_die(folder, checkpoint):
+        save_checkpoint(folder, checkpoint)
+        if checkpoint["iteration"] == 2:
+            raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mujoco, "save_checkpoint", save_and_die)
+        with pytest.raises(Interrupted):
+            mujoco.train(tiny_args(mujoco, tmp_path / "resumed", 5, **tiny))
+    resumed = run_folder(tmp_path / "resumed")
+
+    # The observation of the restart is that of the interruption; here it must not be counted twice.
+    observe, calls = mujoco.Agent.observe, []
+
+    def observe_restart_once(agent, obs, learn=True):
+        calls.append(obs)
+        return observe(agent, obs, learn=learn and len(calls) > 1)
+
+    monkeypatch.setattr(mujoco.Agent, "observe", observe_restart_once)
+    resume(mujoco, monkeypatch, resumed)
+    assert newest(straight).name == newest(resumed).name
+    a, b = load(newest(straight)), load(newest(resumed))
+    for key in ("agent", "optimizers", "reward_sums", "recent_scores", "interval_scores", "iteration", "global_step", "rng"):
+        assert_same(a[key], b[key])
+    log_a, log_b = scalars(straight), scalars(resumed)
+    assert log_a.keys() == log_b.keys() and {"curiosity/eta_t", "charts/learning_rate", "charts/averaged_score"} <= log_a.keys()
+    for tag in log_a.keys() - {"charts/steps_per_second"}:
+        assert log_a[tag] == log_b[tag], tag
+
+
+def test_annealing_statistics_and_counters_go_on(mujoco, monkeypatch, tmp_path):
+    mujoco.train(tiny_args(mujoco, tmp_path, 6, save_every=3))
+    folder = run_folder(tmp_path)
+    before = scalars(folder)
+    newest(folder).unlink()  # as if the run had died after the checkpoint of iteration 3 and before that of iteration 6
+    at_3 = load(newest(folder))
+    resume(mujoco, monkeypatch, folder)
+    after, checkpoint = scalars(folder), load(newest(folder))
+    assert checkpoint["iteration"] == 6 and checkpoint["global_step"] == 6 * BATCH
+    assert after[PER_ITERATION] == before[PER_ITERATION]
+    assert [value for _, value in after[PER_ITERATION]] == pytest.approx([3e-4 * (1 - i / 6) for i in range(6)])
+    assert after["curiosity/eta_t"] == before["curiosity/eta_t"]
+    for name in ("reward_stats", "u_stats"):
+        assert checkpoint["agent"][f"{name}.count"] == at_3["agent"][f"{name}.count"] + 3 * BATCH == 6 * BATCH
+    assert checkpoint["agent"]["obs_stats.count"] >= at_3["agent"]["obs_stats.count"] + 3 * BATCH
+    assert checkpoint["seconds"] > at_3["seconds"]
+    assert checkpoint["recent_scores"][: len(at_3["recent_scores"])] == at_3["recent_scores"]
+
+
+def test_curves_neither_jump_nor_overlap(mujoco, monkeypatch, tmp_path):
+    mujoco.train(tiny_args(mujoco, tmp_path, 6, save_every=3, env_id="ShortPendulum-v0"))
+    folder = run_folder(tmp_path)
+    newest(folder).unlink()
+    resume(mujoco, monkeypatch, folder, "--total-timesteps", 8 * BATCH)
+    assert run_folder(tmp_path) == folder  # no second folder
+    log = scalars(folder)
+    assert {step for step, _ in log[PER_ITERATION]} == {i * BATCH for i in range(1, 9)}
+    for tag, events in log.items():
+        steps = [step for step, _ in events]
+        if tag in ("charts/episodic_return", "charts/episodic_length"):  # two episodes may end in the same step
+            assert steps == sorted(steps)
+            assert max(steps.count(step) for step in set(steps)) <= 2, tag
+        else:
+            assert all(a < b for a, b in zip(steps, steps[1:], strict=False)), tag
+
+
+def test_total_timesteps_may_grow(mujoco, monkeypatch, tmp_path):
+    mujoco.train(tiny_args(mujoco, tmp_path, 2))
+    folder = run_folder(tmp_path)
+    resume(mujoco, monkeypatch, folder, "--total-timesteps", 4 * BATCH)
+    checkpoint = load(newest(folder))
+    assert checkpoint["iteration"] == 4 and checkpoint["args"]["total_timesteps"] == 4 * BATCH
+    rates = [value for _, value in scalars(folder)[PER_ITERATION]]
+    assert rates == pytest.approx([3e-4, 1.5e-4, 1.5e-4, 0.75e-4])  # the second half anneals over the new length
+
+
+def test_other_arguments_may_not_change(mujoco, monkeypatch, tmp_path, capsys):
+    mujoco.train(tiny_args(mujoco, tmp_path, 2))
+    folder = run_folder(tmp_path)
+    files = {path: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(SystemExit) as exit:
+        resume(mujoco, monkeypatch, folder, "--total-timesteps", 4 * BATCH, "--gamma", 0.9, "--eta", 0)
+    message = capsys.readouterr().err
+    assert exit.value.code == 2 and message.startswith("error: ")
+    assert "gamma was 0.99, now 0.9" in message and "eta was 0.1, now 0.0" in message and "timesteps" not in message
+    assert files == {path: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_finished_run_is_not_resumed(mujoco, monkeypatch, tmp_path, capsys):
+    mujoco.train(tiny_args(mujoco, tmp_path, 2))
+    folder = run_folder(tmp_path)
+    files = {path: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(SystemExit) as exit:
+        resume(mujoco, monkeypatch, folder)
+    assert exit.value.code == 2 and "--total-timesteps" in capsys.readouterr().err
+    assert files == {path: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_bad_checkpoints_are_not_resumed(mujoco, atari, monkeypatch, tmp_path, capsys):
+    mujoco.train(tiny_args(mujoco, tmp_path / "runs", 2))
+    good = load(newest(run_folder(tmp_path / "runs")))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    file = tmp_path / "checkpoint-1.pt"
+    wrong_shape = good["agent"] | {"policy.log_std": torch.zeros(7)}
+    bad = {
+        "truncated": newest(run_folder(tmp_path / "runs")).read_bytes()[:5000],
+        "random": bytes(range(256)) * 40,
+        "foreign": {"weights": torch.zeros(3)},
+        "no agent": {key: value for key, value in good.items() if key != "agent"},
+        "no arguments": {key: value for key, value in good.items() if key != "args"},
+        "unknown argument": good | {"args": good["args"] | {"warp": 9}},
+        "wrong shape": good | {"agent": wrong_shape},
+        "missing optimiser": good | {"optimizers": {}},
+    }
+    for path in (tmp_path / "missing", empty):
+        with pytest.raises(SystemExit, match="2"):
+            resume(mujoco, monkeypatch, path)
+        assert capsys.readouterr().err.startswith("error: there is no checkpoint")
+    for name, content in bad.items():
+        file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
+        with pytest.raises(SystemExit, match="2"):
+            resume(mujoco, monkeypatch, file, "--total-timesteps", 4 * BATCH)
+        message = capsys.readouterr().err
+        assert message.startswith("error: ") and len(message.splitlines()) == 1, name
+    torch.save(good, file)
+    with pytest.raises(SystemExit, match="2"):
+        resume(atari, monkeypatch, file)
+    assert "was made by bdpg_mujoco.py, not by bdpg_atari.py" in capsys.readouterr().err
+
+
+# --- saving ---
+
+
+def test_newest_three_are_kept_and_need_no_pickled_code(mujoco, tmp_path):
+    mujoco.train(tiny_args(mujoco, tmp_path, 5))
+    folder = run_folder(tmp_path)
+    assert [path.name for path in sorted(folder.glob("checkpoint-*"))] == [f"checkpoint-{i * BATCH:012d}.pt" for i in (3, 4, 5)]
+    checkpoint = load(newest(folder))  # with weights_only=True
+    held = {"agent", "optimizers", "args", "versions", "script", "command", "git", "rng", "iteration", "global_step"}
+    assert held <= checkpoint.keys()
+    assert {"obs_stats.mean", "reward_stats.var", "u_stats.count"} <= checkpoint["agent"].keys()
+
+
+@pytest.mark.parametrize("where", ["os.replace", "os.fsync", "torch.save"])
+def test_failed_save_leaves_the_previous_one_whole(mujoco, monkeypatch, tmp_path, capsys, where):
+    owner, name = {"os": os, "torch": torch}[where.split(".")[0]], where.split(".")[1]
+    original, calls = getattr(owner, name), []
+
+    def full_disk(*args, **kwargs):
+        calls.append(1)
+        if len(calls) > 1:
+            raise OSError(28, "No space left on device")
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="2"):
+        patch.setattr(owner, name, full_disk)
+        mujoco.train(tiny_args(mujoco, tmp_path, 3))
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and "No space left on device" in message
+    folder = run_folder(tmp_path)
+    assert [path.name for path in folder.glob("checkpoint-*")] == [f"checkpoint-{BATCH:012d}.pt"]
+    assert load(newest(folder))["iteration"] == 1
+    resume(mujoco, monkeypatch, folder)
+    assert load(newest(folder))["iteration"] == 3
+
+
+def test_nothing_is_saved_once_a_loss_is_not_finite(script, monkeypatch, tmp_path, capsys, short_games):
+    ppo_loss, calls = script.ppo_loss, []
+
+    def diverging(*args):
+        calls.append(args)
+        loss, *rest = ppo_loss(*args)
+        return loss * (math.nan if len(calls) == 3 else 1), *rest
+
+    monkeypatch.setattr(script, "ppo_loss", diverging)
+    with pytest.raises(SystemExit, match="2"):  # one minibatch an iteration: had there been a next, all its losses would be NaN
+        script.train(short_args(script, tmp_path, iterations=5, save_every=1, update_epochs=1, minibatch_size=32))
+    message = capsys.readouterr().err.splitlines()[-1]
+    folder = run_folder(tmp_path)
+    assert message.startswith("error: losses/policy is not finite after iteration 3") and f"--resume {folder}" in message
+    assert load(newest(folder))["iteration"] == 2
+
+
+# --- signals, in processes of their own ---
+
+
+def start(*options):
+    command = [sys.executable, str(ROOT / "bdpg_mujoco.py"), "--no-cuda", "--save-every", "1", *map(str, options)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def fresh_options(folder, **overrides):
+    options = TINY | {"total_timesteps": 10**7, "run_dir": folder} | overrides
+    return [item for name, value in options.items() for item in (f"--{name.replace('_', '-')}", value)]
+
+
+def wait_for_checkpoint(process, folder, after=-1):
+    """Waits for one with more than `after` steps, and returns its steps."""
+    deadline = time.time() + 60
+    while time.time() < deadline and process.poll() is None:
+        steps = max((int(path.stem.split("-")[1]) for path in folder.rglob("checkpoint-*.pt")), default=-1)
+        if steps > after:
+            return steps
+        time.sleep(0.02)
+    process.kill()
+    pytest.fail(f"no checkpoint: {process.communicate()}")
+
+
+def test_signals_save_and_say_how_to_go_on(tmp_path):
+    process = start(*fresh_options(tmp_path))
+    steps = wait_for_checkpoint(process, tmp_path)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and "stopping after this iteration" in err and "Traceback" not in err
+    assert not list(tmp_path.rglob("*.tmp"))
+    stopped_at = load(newest(run_folder(tmp_path)))["global_step"]
+    assert stopped_at >= steps
+    command = shlex.split(out.splitlines()[-1].split("to go on: ")[1])
+    assert command[0] == "python" and Path(command[1]).name == "bdpg_mujoco.py"
+
+    process = start(*command[2:])
+    steps = wait_for_checkpoint(process, tmp_path, after=stopped_at)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 143 and "to go on: " in out and "Traceback" not in err
+    assert load(newest(run_folder(tmp_path)))["global_step"] >= steps
+
+
+def test_second_signal_stops_at_once(tmp_path):
+    process = start(*fresh_options(tmp_path, update_epochs=200))  # an iteration takes many seconds
+    (deadline, ready) = time.time() + 60, []
+    while time.time() < deadline and not ready:
+        time.sleep(0.1)
+        ready = list(tmp_path.rglob("events.out.*"))  # opened just before the signals are handled
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    assert "stopping after this iteration" in process.stderr.readline() + process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    stopped = time.time()
+    process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGINT and time.time() - stopped < 2  # a shell shows 130
+    assert not list(tmp_path.rglob("checkpoint-*"))
+
+
+def test_newest_checkpoint_survives_kill_9(tmp_path):
+    """Three moments here; benchmark/kill_test.py takes twenty."""
+    moments, last = np.random.default_rng(0).uniform(0, 0.4, 3), -1
+    for moment in moments:
+        process = start(*(fresh_options(tmp_path, num_steps=16) if last < 0 else ("--resume", run_folder(tmp_path))))
+        wait_for_checkpoint(process, tmp_path, after=last)
+        time.sleep(moment)
+        process.kill()
+        process.communicate()
+        checkpoint = load(newest(run_folder(tmp_path)))
+        assert checkpoint["global_step"] > last
+        last = checkpoint["global_step"]
