@@ -145,8 +145,8 @@ def check_args(args):
         (0 <= args.gae_lambda <= 1, f"--gae-lambda must lie in [0, 1], not {args.gae_lambda}."),
         (args.learning_rate > 0, f"--learning-rate must be positive, not {args.learning_rate}."),
         (args.clip_coef > 0, f"--clip-coef must be positive, not {args.clip_coef}."),
-        (args.ent_coef >= 0, f"--ent-coef must not be negative, not {args.ent_coef}."),
-        (args.vf_coef >= 0, f"--vf-coef must not be negative, not {args.vf_coef}."),
+        (args.ent_coef >= 0, f"--ent-coef must be at least 0, not {args.ent_coef}."),
+        (args.vf_coef >= 0, f"--vf-coef must be at least 0, not {args.vf_coef}."),
         (args.max_grad_norm > 0, f"--max-grad-norm must be positive, not {args.max_grad_norm}."),
         (not args.cuda or torch.cuda.is_available(), "--cuda was asked for, but PyTorch finds no GPU; use --no-cuda."),
         # BDPG:
@@ -155,7 +155,7 @@ def check_args(args):
         (args.num_return_samples >= 1, f"--num-return-samples must be at least 1, not {args.num_return_samples}."),
         (args.latent_dim >= 1, f"--latent-dim must be at least 1, not {args.latent_dim}."),
         (args.adversarial_learning_rate > 0, "--adversarial-learning-rate must be positive."),
-        (args.r1_coef >= 0, f"--r1-coef must not be negative, not {args.r1_coef}."),
+        (args.r1_coef >= 0, f"--r1-coef must be at least 0, not {args.r1_coef}."),
     ]
     for holds, message in rules:
         if not holds:
@@ -786,14 +786,14 @@ def train(args):
         b_centre = centre.flatten()
         history = []
         for _ in range(args.update_epochs):
-            for number, index in enumerate(torch.randperm(batch_size, device=device).split(args.minibatch_size)):
+            for index in torch.randperm(batch_size, device=device).split(args.minibatch_size):
                 o, x = b_obs[index], b_x[index]
                 c = agent.trunk(o)  # the only trunk pass; the adversarial networks take its detached output and never train it
                 losses = {}
                 # BDPG:
                 s = c.detach()
                 joints, z_tilde = sample_joints(model, x, b_centre[index], s)  # lines 15-16
-                r1_coef = 4 * args.r1_coef if number % 4 == 0 else 0  # every fourth time, fourfold: as good, and cheaper
+                r1_coef = 4 * args.r1_coef if len(history) % 4 == 0 else 0  # every fourth time, fourfold: as good, and cheaper
                 losses["discriminator"], accuracy = discriminator_loss(model, joints, s, r1_coef)
                 descend(optimizers["discriminator"], losses["discriminator"], args.max_grad_norm)  # line 17
                 losses["encoder_prior"] = encoder_prior_loss(model, joints, s)

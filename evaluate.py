@@ -75,7 +75,7 @@ def load(path):
         fail(f"there is no checkpoint {path}.")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        name = checkpoint["script"]
+        name = dict(checkpoint)["script"]
     except Exception as error:  # a damaged file can fail in many ways, all of which mean the same
         fail(f"{path} is not a readable checkpoint ({type(error).__name__}).")
     folder = Path(__file__).resolve().parent
@@ -300,6 +300,7 @@ def film(plt, imageio, script, agent, args, options, path, envs, camera, fps):
         loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=3, frameon=False, fontsize=11, handlelength=1.4, columnspacing=1.3
     )
     figure = plt.figure(figsize=(12.8, 7.2), dpi=100, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
     left, right = figure.subfigures(1, 2, width_ratios=(1, 1.35))
     game = left.subplots()
     game.axis("off")
@@ -382,7 +383,7 @@ def draw_report(plt, script, agent, args, record, path, title):
     histogram.axhline(1, color=GREY, ls="--", label="ideal")
     histogram.set(xlabel="quantile at which the return came true (PIT)", ylabel="density", xlim=(0, 1), title="Where returns fall")
     histogram.legend(frameon=False)
-    sharpness.hist(stds, bins=40, color=BLUE, alpha=0.6, label="predicted std")
+    sharpness.hist(stds, bins=np.linspace(0, 1.05 * max(stds.max(), error), 60), color=BLUE, alpha=0.6, label="predicted std")
     sharpness.axvline(error, color=ORANGE, lw=3, label="rms error of the mean")
     sharpness.set(xlabel="std of the return (scaled rewards)", ylabel="states", title="Sharpness")
     sharpness.set_xlim(left=0)
@@ -413,8 +414,8 @@ def draw_gain(axis, u, record):
     axis.fill_between(middles, p25, p75, color=GREEN, alpha=0.4, lw=0, label="25–75 %")
     axis.plot(middles, p50, color=GREEN, lw=2.5, label="median")
     axis.set(xlabel="step of the learning episode", ylabel="information gain (nats)", title="Information gain")
-    scale_gain(axis, p95.max())
-    axis.legend(frameon=False, loc="upper left")
+    scale_gain(axis, 5 * p95.max())  # room for the legend
+    axis.legend(frameon=False, loc="upper left", ncols=3, columnspacing=1, handlelength=1.2)
 
 
 def scale_gain(axis, highest):
@@ -466,7 +467,7 @@ def evaluate(options):
     os.replace(temporary, output)
     low, high = summary["mean_95"]
     print(
-        f"{args.env_id} after {global_step:,} steps, {len(scores)} episodes: mean {summary['mean']:.1f} "
+        f"{args.env_id} after {global_step:,} steps, {len(scores)} episode{'s' * (len(scores) > 1)}: mean {summary['mean']:.1f} "
         f"(95 % interval {low:.1f} to {high:.1f}), std {summary['std']:.1f}, median {summary['median']:.1f}\n{output}"
     )
     if options.report:

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import math
+import os
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -44,6 +45,12 @@ def fixed_seed():
 def short_games(monkeypatch, atari):
     """Atari games are cut after 60 frames, which is 15 steps."""
     monkeypatch.setattr(atari, "AtariVectorEnv", functools.partial(atari.AtariVectorEnv, max_num_frames_per_episode=60))
+
+
+@pytest.fixture
+def lazy_disk(monkeypatch):
+    """Here checkpoints need not survive a power cut, and to bring 25 MB to a busy disk in every run can take minutes."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 def is_atari(script):

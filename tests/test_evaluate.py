@@ -278,7 +278,7 @@ def test_hand_edited_checkpoints(hopper, tmp_path, capsys):
         ({"script": "nothing_atari.py"}, "not a training script"),
         ({"script": "../bdpg_mujoco.py"}, "not a training script"),
         ({"script": 3}, "not a training script"),
-        ({"script": "bdpg_atari.py"}, "does not fit bdpg_atari.py"),
+        ({"script": "bdpg_atari.py"}, "is not an Atari game"),
         ({"args": args | {"warp": 9}}, "does not fit"),
         ({"args": None}, "does not fit"),
         ({"args": args | {"gamma": "much"}}, "does not fit"),

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from ale_py.vector_env import AtariVectorEnv
 from conftest import is_atari, read_scalars, short_args, spy
 
-pytestmark = pytest.mark.usefixtures("short_games")
+pytestmark = pytest.mark.usefixtures("short_games", "lazy_disk")
 
 METRICS = {
     *("charts/episodic_return", "charts/episodic_length", "charts/averaged_score"),
@@ -177,7 +178,7 @@ def test_many_return_samples_are_averaged_for_the_policy_only(script, tmp_path, 
 
 
 def test_a_lost_life_ends_the_learning_episode_but_not_the_game(atari, tmp_path, monkeypatch):
-    monkeypatch.undo()  # whole games
+    monkeypatch.setattr(atari, "AtariVectorEnv", AtariVectorEnv)  # whole games
     gae, steps = spy(monkeypatch, atari, "k_step_gae"), spy(monkeypatch, atari, "step_envs")
     atari.train(short_args(atari, tmp_path, env_id="BreakoutNoFrameskip-v4", num_steps=64, iterations=1, update_epochs=1))
     terminations, dones = gae[0][0][3:5]
