@@ -110,6 +110,8 @@ class Args:
     """dimension of the latent z"""
     adversarial_learning_rate: float = 1e-3
     """Adam's step size for discriminator, encoder and prior"""
+    mean_coef: float = 1.0
+    """weight of the term that holds the mean of G over the prior to the mean of x; 0 is the paper's regression alone"""
     r1_coef: float = 0.3
     """weight of the gradient penalty on the discriminator's (x, z) inputs; 0 lets the return distribution collapse"""
 
@@ -149,6 +151,7 @@ def check_args(args):
         (args.num_return_samples >= 1, f"--num-return-samples must be at least 1, not {args.num_return_samples}."),
         (args.latent_dim >= 1, f"--latent-dim must be at least 1, not {args.latent_dim}."),
         (args.adversarial_learning_rate > 0, "--adversarial-learning-rate must be positive."),
+        (args.mean_coef >= 0, f"--mean-coef must be at least 0, not {args.mean_coef}."),
         (args.r1_coef >= 0, f"--r1-coef must be at least 0, not {args.r1_coef}."),
     ]
     for holds, message in rules:
@@ -363,7 +366,7 @@ class ReturnModel(nn.Module):
         self.encoder = ConditionalMLP(1, state_dim, 2 * latent_dim, hidden)
         self.generator = ConditionalMLP(latent_dim, state_dim, 1, hidden)
         self.discriminator = ConditionalMLP(1 + latent_dim, state_dim, 1, hidden)
-        self.register_buffer("residual_ms", torch.tensor(math.nan))
+        self.register_buffer("residual_scale", torch.tensor(math.nan))
 
     def sample_latent(self, prior_mean):
         """z ~ p(z|s) = N(mean(s), 1), the mean in [-1, 1]: an unbounded mean drifts, and the information gain with it."""
@@ -384,7 +387,7 @@ class ReturnModel(nn.Module):
 
     def relative(self, x, centre):
         """Encoder and discriminator see a return relative to its state, (x - b(s)) / w: raw, its spread is lost beside b(s)."""
-        return ((x - centre) / self.residual_ms.sqrt()).unsqueeze(-1)
+        return ((x - centre) / self.residual_scale).unsqueeze(-1)
 
     def encode(self, relative_x, c):
         """Mean and standard deviation of q(z|x, s). Given z, G leaves no noise, so the exact posterior is infinitely sharp in one
@@ -393,9 +396,10 @@ class ReturnModel(nn.Module):
         return mean, F.softplus(raw_std) + 0.1
 
     def track_residuals(self, residuals):
-        """Moves w², the running mean square of x - b(s); the first batch sets it."""
-        mean_square = residuals.square().mean()
-        self.residual_ms.copy_(torch.where(self.residual_ms.isnan(), mean_square, self.residual_ms.lerp(mean_square, 0.1)))
+        """Moves w, a running mean of |x - b(s)|; the first batch sets it. (The mean square would follow a few outliers, and then
+        the spread of most states would be too small to see.)"""
+        scale = residuals.abs().mean()
+        self.residual_scale.copy_(torch.where(self.residual_scale.isnan(), scale, self.residual_scale.lerp(scale, 0.5)))
 
     def discriminate(self, joint, c):
         """The logit of D(x, z, s), for rows of (relative x, z)."""
@@ -461,16 +465,17 @@ def ppo_loss(log_prob, old_log_prob, advantages, args):
 
 # BDPG:
 def sample_joints(model, x, centre, c):
-    """A batch from each of the two joints of Eq. 10, as stacked rows of (return relative to b(s), latent), and z̃ alone.
+    """A batch from each of the two joints of Eq. 10, as stacked rows of (return relative to b(s), latent); and z̃ and x̃ alone.
 
     joints[0] holds (x̃, z) of the generative model, joints[1] holds (x, z̃) of the inference. Gradients reach the prior through z
     and, by way of the generator, through x̃; they reach the encoder through z̃."""
-    x = model.relative(x, centre)
-    mean, std = model.encode(x, c)
+    relative_x = model.relative(x, centre)
+    mean, std = model.encode(relative_x, c)
     z_tilde = mean + std * torch.randn_like(std)  # line 15
     z = model.sample_latent(model.prior(c))
-    x_tilde = model.relative(model.generate(z, c), centre)  # line 16
-    return torch.stack([torch.cat([x_tilde, z], -1), torch.cat([x, z_tilde], -1)]), z_tilde
+    x_tilde = model.generate(z, c)  # line 16
+    joints = torch.stack([torch.cat([model.relative(x_tilde, centre), z], -1), torch.cat([relative_x, z_tilde], -1)])
+    return joints, z_tilde.detach(), x_tilde.detach()
 
 
 def discriminator_loss(model, joints, c, r1_coef):
@@ -490,6 +495,20 @@ def encoder_prior_loss(model, joints, c):
     """-log(1 - D(x̃, z, s)) - log D(x, z̃, s) (line 18, Eq. 11)."""
     logits = model.discriminate(joints, c)
     return contrast(logits, torch.tensor([[0.0], [1.0]], device=logits.device))
+
+
+def generator_losses(model, x, x_tilde, z_tilde, c, mean_coef):
+    """||x - G(z̃, s)||² (line 19, Eq. 12), and a term with the gradient of mean_coef (E[G(z, s)] - E[x])², z from the prior.
+
+    Eq. 12 sets the mean of G over inferred latents. Until those have the prior's law, the mean over the prior, which is the critic,
+    is off, differently in each state; the second term holds it in place. x̃ and G(z', s) are independent draws: the product of their
+    errors is unbiased, where a square would also punish the spread."""
+    if mean_coef == 0:
+        return F.mse_loss(model.generate(z_tilde, c), x), torch.zeros_like(x[0])
+    with torch.no_grad():
+        z_prime = model.sample_latent(model.prior(c))
+    reconstruction, g_prime = model.generate(torch.stack([z_tilde, z_prime]), c)
+    return F.mse_loss(reconstruction, x), mean_coef * 2 * ((x_tilde - x) * g_prime).mean()
 
 
 def contrast(logits, labels):
@@ -756,7 +775,7 @@ def train(args):
             # BDPG:
             metrics["return_model/prior_mean_abs"] = model.prior(some_c).abs().mean()
             metrics["return_model/encoder_std_min"] = model.encode(model.relative(some_x, model.centre(some_c)), some_c)[1].min()
-            metrics["return_model/residual_scale"] = model.residual_ms.sqrt()
+            metrics["return_model/residual_scale"] = model.residual_scale
             if args.eta > 0:
                 metrics["curiosity/information_gain"] = u.mean()
                 metrics["curiosity/information_gain_p99"] = u.quantile(0.99)
@@ -774,18 +793,18 @@ def train(args):
                 losses = {}
                 # BDPG:
                 s = c.detach()
-                joints, z_tilde = sample_joints(model, x, b_centre[index], s)  # lines 15-16
+                joints, z_tilde, x_tilde = sample_joints(model, x, b_centre[index], s)  # lines 15-16
                 r1_coef = 4 * args.r1_coef if len(history) % 4 == 0 else 0  # every fourth time, fourfold: as good, and cheaper
                 losses["discriminator"], accuracy = discriminator_loss(model, joints, s, r1_coef)
                 descend(optimizers["discriminator"], losses["discriminator"], args.max_grad_norm)  # line 17
                 losses["encoder_prior"] = encoder_prior_loss(model, joints, s)
                 grad_norm = descend(optimizers["encoder and prior"], losses["encoder_prior"], args.max_grad_norm)  # line 18
-                losses["generator"] = F.mse_loss(model.generate(z_tilde.detach(), c), x)  # line 19, Eq. 12
+                losses["generator"], losses["mean_matching"] = generator_losses(model, x, x_tilde, z_tilde, c, args.mean_coef)
                 losses |= {"discriminator_accuracy": accuracy, "encoder_prior_grad_norm": grad_norm}
                 policy = agent.policy(o, c)
                 log_prob, entropy = policy.log_prob(b_actions[index]), policy.entropy().mean()
                 losses["policy"], approx_kl, clip_fraction = ppo_loss(log_prob, b_log_probs[index], b_advantages[index], args)
-                loss = losses["policy"] - args.ent_coef * entropy + args.vf_coef * losses["generator"]
+                loss = losses["policy"] - args.ent_coef * entropy + args.vf_coef * (losses["generator"] + losses["mean_matching"])
                 descend(optimizers["policy, trunk and generator"], loss, args.max_grad_norm)  # lines 19-20
                 losses |= {"entropy": entropy, "approx_kl": approx_kl, "clip_fraction": clip_fraction}
                 history.append({name: value.detach() for name, value in losses.items()})

@@ -16,6 +16,7 @@ import platform
 import re
 import shlex
 import sys
+import warnings
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -61,7 +62,9 @@ def fail(message):
 
 
 def first_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """In one line what the error says first; PyTorch's first line only announces the second."""
+    lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 # --- the saved agent ---
@@ -88,21 +91,31 @@ def load(path):
 
 def rebuild(script, checkpoint, path, num_envs):
     """The agent as it was saved, the arguments it was trained with, and environments to play in."""
+
+    def misfit(error):
+        fail(f"{path} does not fit {script.__name__}.py ({type(error).__name__}: {first_line(error)}).")
+
     try:
         args = script.Args(**checkpoint["args"])
         args.cuda = args.capture_video = False
         script.check_args(args)
         args.num_envs = num_envs
+    except Exception as error:  # hand-edited contents, too, can be wrong in many ways
+        misfit(error)
+    try:
         envs = script.make_envs(args, None)
+    except Exception as error:
+        fail(f"{args.env_id} cannot be made here ({first_line(error)}).")
+    try:
         agent = script.Agent(envs, args)
         agent.load_state_dict(checkpoint["agent"])
-        checkpoint = checkpoint | {"global_step": int(checkpoint["global_step"])}
-    except Exception as error:  # hand-edited contents, too, can be wrong in many ways
-        fail(f"{path} does not fit {script.__name__}.py ({type(error).__name__}: {first_line(error)}).")
+        global_step = int(checkpoint["global_step"])
+    except Exception as error:
+        misfit(error)
     broken = [name for name, parameter in agent.named_parameters() if not parameter.isfinite().all()]
     if broken:
         fail(f"{path} is broken: {broken[0]} is not finite.")
-    return agent.requires_grad_(False), args, envs, checkpoint["global_step"]
+    return agent.requires_grad_(False), args, envs, global_step
 
 
 # --- playing ---
@@ -263,6 +276,7 @@ def make_camera(script, args, seed):
             return pictures.pop(0)
 
         return envs, camera, 15
+    warnings.simplefilter("ignore")  # GLFW's, which repeat what the error says
     try:
         env = gym.make(args.env_id, render_mode="rgb_array", disable_env_checker=True)
         envs = gym.vector.SyncVectorEnv([lambda: env], autoreset_mode=same_step)
@@ -377,17 +391,17 @@ def draw_report(plt, script, agent, args, record, path, title):
         calibration.plot(100 * levels, covered, color=color, ls=style, lw=2.5, label=f"{name}: {covered[80]:.0f} %")
     calibration.set(xlabel="central interval of the samples (%)", ylabel="came true inside it (%)", xlim=(0, 100), ylim=(0, 100))
     calibration.set_title("Calibration")
-    calibration.legend(frameon=False, title="inside 80 %", alignment="left")
+    calibration.legend(frameon=False, loc="upper left", title="inside 80 %", alignment="left")
     weight = np.full(len(pit), 20 / len(pit))
     histogram.hist(pit.numpy(), bins=20, range=(0, 1), weights=weight, color=BLUE, alpha=0.6)
     histogram.axhline(1, color=GREY, ls="--", label="ideal")
     histogram.set(xlabel="quantile at which the return came true (PIT)", ylabel="density", xlim=(0, 1), title="Where returns fall")
-    histogram.legend(frameon=False)
+    histogram.legend(frameon=False, loc="upper center")
     sharpness.hist(stds, bins=np.linspace(0, 1.05 * max(stds.max(), error), 60), color=BLUE, alpha=0.6, label="predicted std")
     sharpness.axvline(error, color=ORANGE, lw=3, label="rms error of the mean")
     sharpness.set(xlabel="std of the return (scaled rewards)", ylabel="states", title="Sharpness")
-    sharpness.set_xlim(left=0)
-    sharpness.legend(frameon=False)
+    sharpness.set(xlim=(0, None), ylim=(0, 1.35 * sharpness.get_ylim()[1]))  # room for the legend
+    sharpness.legend(frameon=False, loc="upper center")
     if truth.u is None:
         gain.axis("off")
     else:

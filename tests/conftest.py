@@ -57,7 +57,7 @@ def is_atari(script):
     return script.__name__ == "bdpg_atari"
 
 
-def make_agent(script, **overrides):
+def make_agent(script, residuals=(1.5, -0.5), **overrides):
     """An untrained agent, its optimisers and arguments; the environments are only asked for their spaces."""
     spaces = SimpleNamespace(
         single_observation_space=Box(-math.inf, math.inf, (3,)),
@@ -65,7 +65,7 @@ def make_agent(script, **overrides):
     )
     args = script.Args(cuda=False, **overrides)
     agent = script.Agent(spaces, args)
-    agent.return_model.track_residuals(torch.tensor([1.5, -0.5]))
+    agent.return_model.track_residuals(torch.as_tensor(residuals))
     return agent, script.make_optimizers(agent, args), args
 
 

@@ -60,6 +60,7 @@ def error_of(script, args, capsys):
         (dict(num_return_samples=0), ["--num-return-samples", "0"]),
         (dict(latent_dim=0), ["--latent-dim", "0"]),
         (dict(r1_coef=-0.1), ["--r1-coef", "-0.1"]),
+        (dict(mean_coef=-0.1), ["--mean-coef", "-0.1"]),
         (dict(seed=-1), ["--seed", "-1"]),
     ],
     ids=str,

@@ -319,7 +319,7 @@ def fresh_options(folder, **overrides):
 
 def wait_for_checkpoint(process, folder, after=-1):
     """Waits for one with more than `after` steps, and returns its steps."""
-    deadline = time.time() + 60
+    deadline = time.time() + 120
     while time.time() < deadline and process.poll() is None:
         steps = max((int(path.stem.split("-")[1]) for path in folder.rglob("checkpoint-*.pt")), default=-1)
         if steps > after:
@@ -333,7 +333,7 @@ def test_signals_save_and_say_how_to_go_on(tmp_path):
     process = start(*fresh_options(tmp_path))
     steps = wait_for_checkpoint(process, tmp_path)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 130 and "stopping after this iteration" in err and "Traceback" not in err
     assert not list(tmp_path.rglob("*.tmp"))
     stopped_at = load(newest(run_folder(tmp_path)))["global_step"]
@@ -344,14 +344,14 @@ def test_signals_save_and_say_how_to_go_on(tmp_path):
     process = start(*command[2:])
     steps = wait_for_checkpoint(process, tmp_path, after=stopped_at)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 143 and "to go on: " in out and "Traceback" not in err
     assert load(newest(run_folder(tmp_path)))["global_step"] >= steps
 
 
 def test_second_signal_stops_at_once(tmp_path):
-    process = start(*fresh_options(tmp_path, update_epochs=200))  # an iteration takes many seconds
-    (deadline, ready) = time.time() + 60, []
+    process = start(*fresh_options(tmp_path, update_epochs=3000))  # an iteration takes a minute
+    (deadline, ready) = time.time() + 120, []
     while time.time() < deadline and not ready:
         time.sleep(0.1)
         ready = list(tmp_path.rglob("events.out.*"))  # opened just before the signals are handled
@@ -360,8 +360,8 @@ def test_second_signal_stops_at_once(tmp_path):
     assert "stopping after this iteration" in process.stderr.readline() + process.stderr.readline()
     process.send_signal(signal.SIGINT)
     stopped = time.time()
-    process.communicate(timeout=30)
-    assert process.returncode == -signal.SIGINT and time.time() - stopped < 2  # a shell shows 130
+    process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGINT and time.time() - stopped < 20  # a shell shows 130
     assert not list(tmp_path.rglob("checkpoint-*"))
 
 

@@ -327,6 +327,14 @@ def test_missing_encoder(hopper, monkeypatch, capsys):
     assert "needs an encoder" in fails(capsys, hopper, video=True)
 
 
+def test_environment_that_cannot_be_made(hopper, mujoco, monkeypatch, capsys):
+    def make_envs(args, video_dir):
+        raise RuntimeError("invalid value for environment variable MUJOCO_GL: nonsense")
+
+    monkeypatch.setattr(mujoco, "make_envs", make_envs)
+    assert "Hopper-v5 cannot be made here (invalid value" in fails(capsys, hopper)
+
+
 def test_machine_without_gl(hopper, monkeypatch, capsys):
     from gymnasium.envs.mujoco import MujocoEnv
 

@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import make_agent, random_observations
 from torch.distributions import Independent, Normal, kl_divergence
 
@@ -61,13 +60,26 @@ def test_information_gain_is_zero_only_for_what_was_expected(script):
         assert (information_gain(script, agent.return_model, g + 1, g, c) > 1e-4).all()
 
 
-def test_returns_are_seen_relative_to_the_state_and_the_residual_scale(script):
+def scale_of(model):
+    """The unit in which encoder and discriminator see returns."""
+    return 1 / model.relative(torch.ones(1), torch.zeros(1)).item()
+
+
+def test_returns_are_seen_relative_to_the_state_in_units_of_the_residuals(script):
     agent, _, _ = make_agent(script)
     model, x, centre = agent.return_model, torch.randn(6), torch.randn(6)
-    assert model.residual_ms == pytest.approx((1.5**2 + 0.5**2) / 2)  # the first batch, from make_agent, set it
-    torch.testing.assert_close(model.relative(x, centre), ((x - centre) / math.sqrt(1.25))[:, None])
-    model.track_residuals(torch.tensor([3.0, 3.0]))
-    assert model.residual_ms == pytest.approx(0.9 * 1.25 + 0.1 * 9.0)
+    torch.testing.assert_close(model.relative(x, centre), ((x - centre) / scale_of(model))[:, None])
+    residuals = torch.randn(1000)
+    scales = []
+    for unit in (1.0, 50.0):  # returns in another unit look the same from the first batch on
+        model = make_agent(script, residuals=unit * residuals)[0].return_model
+        scales.append(scale_of(model))
+    assert 0.5 < scales[0] < 1.5 and scales[1] == pytest.approx(50 * scales[0])
+    for _ in range(200):
+        previous = scale_of(model)
+        model.track_residuals(residuals)
+        assert scales[0] <= scale_of(model) * (1 + 1e-6) and scale_of(model) <= previous  # nears the new scale from above
+    assert scale_of(model) == pytest.approx(scales[0], rel=1e-3)
 
 
 def test_latents_have_the_prior_they_are_said_to_have(script):
@@ -92,11 +104,11 @@ def losses_of_a_minibatch(script, agent, args, n=8):
     model = agent.return_model
     o, x, advantages = random_observations(script, n), torch.randn(n), torch.randn(n)
     c = agent.trunk(o)
-    joints, z_tilde = script.sample_joints(model, x, c.detach())
+    joints, z_tilde, x_tilde = script.sample_joints(model, x, torch.randn(n), c.detach())
     policy = agent.policy(o, c)
     log_prob = policy.log_prob(policy.sample())
     policy_loss, _, _ = script.ppo_loss(log_prob, log_prob.detach() - 0.05 * torch.randn(n), advantages, args)
-    regression = F.mse_loss(model.generate(z_tilde.detach(), c), x)
+    regression = sum(script.generator_losses(model, x, x_tilde, z_tilde, c, mean_coef=1.0))
     return {
         "discriminator": script.discriminator_loss(model, joints, c.detach(), args.r1_coef)[0],
         "encoder and prior": script.encoder_prior_loss(model, joints, c.detach()),
@@ -147,7 +159,8 @@ def test_the_prior_learns_through_the_generator_which_stays_fixed(script):
     """Of joints[0] only x̃ is kept: what gradient is left in the prior came through G."""
     agent, optimizers, args = make_agent(script)
     model = agent.return_model
-    joints, _ = script.sample_joints(model, torch.randn(8), agent.trunk(random_observations(script, 8)).detach())
+    c = agent.trunk(random_observations(script, 8)).detach()
+    joints, _, _ = script.sample_joints(model, torch.randn(8), torch.randn(8), c)
     model.prior.zero_grad()
     joints[0][:, 0].square().sum().backward(inputs=list(model.prior.parameters()), retain_graph=True)
     assert all(p.grad.any() for p in model.prior.parameters())
@@ -158,9 +171,10 @@ def test_the_prior_learns_through_the_generator_which_stays_fixed(script):
 
 def test_the_encoder_learns_through_its_latent(script):
     agent, _, _ = make_agent(script)
-    _, z_tilde = script.sample_joints(agent.return_model, torch.randn(8), torch.randn(8, agent.trunk.output_dim))
-    z_tilde.sum().backward()
-    assert {n.split(".")[1] for n, p in agent.named_parameters() if p.grad is not None} == {"encoder"}
+    c = torch.randn(8, agent.trunk.output_dim)
+    joints, _, _ = script.sample_joints(agent.return_model, torch.randn(8), torch.randn(8), c)
+    joints[1].sum().backward()
+    assert {n.split(".")[1] for n, p in agent.named_parameters() if p.grad is not None and p.grad.any()} == {"encoder"}
 
 
 def test_joints_hold_what_they_say(script, monkeypatch):
@@ -169,13 +183,13 @@ def test_joints_hold_what_they_say(script, monkeypatch):
     model, n = agent.return_model, 4000
     monkeypatch.setattr(model.generator, "forward", lambda z, c: z.sum(-1, keepdim=True))
     monkeypatch.setattr(model.encoder, "forward", lambda x, c: torch.cat([x, -x, torch.zeros_like(x).repeat(1, 2)], -1))
-    c, x = torch.randn(1, agent.trunk.output_dim).repeat(n, 1), torch.randn(n)
+    c, x, centre = torch.randn(1, agent.trunk.output_dim).repeat(n, 1), torch.randn(n), torch.randn(n, 1)
     with torch.no_grad():
-        joints, z_tilde = script.sample_joints(model, x, c)
-        prior_mean, scale = model.prior(c), math.sqrt(1.25)
+        joints, z_tilde, generated = script.sample_joints(model, x, centre[:, 0], c)
+        prior_mean, scale = model.prior(c), scale_of(model)
         _, posterior_std = model.encode(torch.zeros(1, 1), c)
     (x_tilde, z), (relative_x, z_posterior) = (joint.split([1, 2], -1) for joint in joints)
-    centre = prior_mean.sum(-1, keepdim=True)
+    torch.testing.assert_close(generated, z.sum(-1))
     torch.testing.assert_close(x_tilde, (z.sum(-1, keepdim=True) - centre) / scale)
     torch.testing.assert_close(relative_x, (x[:, None] - centre) / scale)
     assert torch.equal(z_tilde, z_posterior)
@@ -194,13 +208,12 @@ def test_adversarial_losses_are_cross_entropies(script):
     joints = torch.randn(2, 16, 3)
     with torch.no_grad():
         generated, inferred = (model.discriminate(joint, c) for joint in joints)
-    cross_entropy = F.binary_cross_entropy_with_logits
-    ones, zeros = torch.ones(16), torch.zeros(16)
+    d_generated, d_inferred = (1 / (1 + np.exp(-logits.double().numpy())) for logits in (generated, inferred))
     loss, accuracy = script.discriminator_loss(model, joints, c, r1_coef=0.0)
-    torch.testing.assert_close(loss, cross_entropy(generated, ones) + cross_entropy(inferred, zeros))
-    assert accuracy == np.mean(np.concatenate([generated.numpy() > 0, inferred.numpy() < 0]))
-    fooled = cross_entropy(generated, zeros) + cross_entropy(inferred, ones)
-    torch.testing.assert_close(script.encoder_prior_loss(model, joints, c), fooled)
+    assert loss.item() == pytest.approx(-np.mean(np.log(d_generated)) - np.mean(np.log(1 - d_inferred)), rel=1e-5)
+    assert accuracy.item() == pytest.approx((np.mean(d_generated > 0.5) + np.mean(d_inferred < 0.5)) / 2)
+    fooled = -np.mean(np.log(1 - d_generated)) - np.mean(np.log(d_inferred))
+    assert script.encoder_prior_loss(model, joints, c).item() == pytest.approx(fooled, rel=1e-5)
 
 
 def test_slope_penalty_of_a_known_discriminator(script, monkeypatch):
@@ -224,6 +237,24 @@ def test_slope_penalty_of_the_network_by_finite_differences(script):
         shifts = step * torch.eye(3).double()
         slopes = [(model.discriminate(joints + s, c) - model.discriminate(joints - s, c)) / (2 * step) for s in shifts]
     torch.testing.assert_close(penalty.detach(), sum(slope**2 for slope in slopes).mean(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("mean_coef", [0.0, 0.7])
+def test_generator_losses_of_a_known_generator(script, monkeypatch, mean_coef):
+    """G(z) = b + z_1 + z_2 at one state: E[G] = b + m with m = E[z_1 + z_2], so d/db (E[G] - E[x])² = 2 (b + m - E[x])."""
+    agent, _, _ = make_agent(script)
+    model, n, b = agent.return_model, 40_000, torch.tensor(1.5, requires_grad=True)
+    monkeypatch.setattr(model.generator, "forward", lambda z, c: b + z.sum(-1, keepdim=True))
+    c, x, z_tilde = torch.randn(1, agent.trunk.output_dim).expand(n, -1), 0.3 * torch.randn(n) - 2, torch.randn(n, 2)
+    _, _, x_tilde = script.sample_joints(model, x, torch.zeros(n), c)
+    regression, mean_matching = script.generator_losses(model, x, x_tilde, z_tilde, c, mean_coef)
+    assert regression.item() == pytest.approx(np.mean((x - 1.5 - z_tilde.sum(-1)).numpy() ** 2), rel=1e-5)
+    if mean_coef == 0:
+        assert mean_matching == 0
+        return
+    (slope,) = torch.autograd.grad(mean_matching, b)
+    expected = 2 * mean_coef * (1.5 + model.prior(c[:1]).sum().item() + 2)
+    assert slope.item() == pytest.approx(expected, abs=2 * mean_coef * 5 * math.sqrt(2 + 0.09) / math.sqrt(n))
 
 
 @pytest.mark.parametrize("norm_adv", [True, False])
@@ -273,17 +304,17 @@ def test_metrics_of_the_true_distribution(script):
 
 
 def test_metrics_of_a_model_collapsed_to_the_mean(script):
-    means, x = torch.zeros(2000), torch.randn(2000)
+    means, x = torch.zeros(2000), 3 * torch.randn(2000)
     metrics = metrics_of(script, means.expand(64, 2000), x)
     assert metrics["coverage_80"] == 0 and metrics["spread"] == 0
     assert metrics["explained_variance"] == pytest.approx(0, abs=1e-5)
-    # the distance from a point at 0 to a standard normal is E|x| = sqrt(2 / π)
+    # the distance from a point at 0 to a normal distribution is E|x| = std sqrt(2 / π)
     assert metrics["w1"] == pytest.approx(math.sqrt(2 / math.pi), rel=0.06)
 
 
 def test_metrics_of_a_model_that_is_off_by_a_constant(script):
-    x = torch.randn(5000)
-    shift, std = 2.0, 1.0
+    shift, std = 2.0, 3.0
+    x = std * torch.randn(5000)
     metrics = metrics_of(script, 0.01 * torch.randn(64, 5000) + x - shift, x)
     assert metrics["w1"] == pytest.approx(shift / std, rel=0.05)
     assert metrics["coverage_80"] == 0

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.usefixtures("short_games", "lazy_disk")
 METRICS = {
     *("charts/episodic_return", "charts/episodic_length", "charts/averaged_score"),
     *("charts/learning_rate", "charts/reward_scale", "charts/steps_per_second"),
-    *(f"losses/{name}" for name in ("discriminator", "encoder_prior", "generator", "policy", "entropy")),
-    *(f"losses/{name}" for name in ("approx_kl", "clip_fraction", "discriminator_accuracy", "encoder_prior_grad_norm")),
+    *(f"losses/{name}" for name in ("discriminator", "encoder_prior", "generator", "mean_matching", "policy")),
+    *(f"losses/{name}" for name in ("entropy", "approx_kl", "clip_fraction", "discriminator_accuracy", "encoder_prior_grad_norm")),
     *(f"return_model/{name}" for name in ("explained_variance", "coverage_80", "w1", "spread")),
     *(f"return_model/{name}" for name in ("prior_mean_abs", "encoder_std_min", "residual_scale")),
 }
@@ -157,6 +157,13 @@ def test_rollout_is_as_long_as_the_bootstrap(script, tmp_path, monkeypatch):
 def test_a_short_bootstrap_leaves_the_rollout_alone(script, tmp_path, monkeypatch):
     _, target_rewards, _, gae, _ = spied_run(script, tmp_path, monkeypatch, num_steps=16, bootstrap_length=4, iterations=1)
     assert target_rewards[0].shape == (16, 2) and gae[0][0][-1] == 4
+
+
+def test_slope_penalty_is_lazy_but_keeps_its_weight(script, tmp_path, monkeypatch):
+    """Every fourth minibatch, fourfold: on average over the 8 of an iteration the weight that was asked for."""
+    calls = spy(monkeypatch, script, "discriminator_loss")
+    script.train(short_args(script, tmp_path, minibatch_size=8, r1_coef=0.25, iterations=1))
+    assert [args[3] for args, _ in calls] == [1.0, 0, 0, 0] * 2
 
 
 def test_sampled_targets_leave_the_advantage_alone(script, tmp_path, monkeypatch):

@@ -1,0 +1,50 @@
+"""The documentation says what is there: commands, line references, logged metrics, arguments."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SCRIPTS = ["bdpg_atari.py", "bdpg_mujoco.py"]
+
+
+def test_ci_runs_the_readmes_test_command():
+    blocks = re.findall(r"```\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    command = next(block.strip() for block in blocks if "pytest" in block)
+    assert command in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_line_references_point_at_the_quoted_code(page):
+    for code, line, file, anchor in re.findall(r"`([^`]+)` \(\[line (\d+)\]\(\.\./(\w+\.py)#L(\d+)\)\)", page.read_text()):
+        assert line == anchor
+        assert code in (ROOT / file).read_text().splitlines()[int(line) - 1], f"{page.name}: {code!r} is not on line {line} of {file}"
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_linked_files_exist(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        assert target.startswith("http") or (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_commands_use_arguments_that_exist(page):
+    known = {}
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("benchmark/*.py")]:
+        known[str(path.relative_to(ROOT))] = set(re.findall(r"^    (\w+): .+$", path.read_text(), re.M))
+    for script, rest in re.findall(r"python ((?:benchmark/)?\w+\.py)([^\n`#]*)", page.read_text()):
+        for option in re.findall(r"--([a-z][a-z0-9-]*)", rest):
+            names = {option.replace("-", "_"), option.removeprefix("no-").replace("-", "_")}
+            assert option == "help" or names & known[script], f"{page.name}: {script} has no --{option}"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_logged_metric_is_explained(script):
+    source, page = (ROOT / script).read_text(), (ROOT / "docs" / "bdpg.md").read_text()
+    tags = set(re.findall(r'"((?:charts|return_model|curiosity)/\w+)"', source))
+    tags |= {f"losses/{name}" for name in re.findall(r'losses\["(\w+)"\]', source) + re.findall(r'"(\w+)": (?:accuracy|grad_norm)', source)}
+    assert len(tags) > 15
+    missing = [tag for tag in tags if f"`{tag}`" not in page]
+    assert not missing, missing
