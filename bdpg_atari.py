@@ -616,7 +616,7 @@ def load_checkpoint(path):
         fail(f"there is no checkpoint {path}.")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        script = checkpoint["script"]
+        script = dict(checkpoint)["script"]
     except Exception as error:  # a damaged file can fail in many ways, all of which mean the same
         fail(f"{path} is not a readable checkpoint ({type(error).__name__}).")
     if script != Path(__file__).name:
@@ -628,9 +628,8 @@ def check_same_run(args, saved):
     """Refuses to resume with arguments that would make it another run."""
     free = ("total_timesteps", "run_dir", "save_every", "resume", "cuda", "track", "wandb_project", "capture_video")
     now = plain_args(args)
-    changed = [
-        f"{name} was {saved.get(name)}, now {now[name]}" for name in now if name not in free and now[name] != saved.get(name)
-    ]
+    then = {name: saved.get(name, "not there") for name in now}
+    changed = [f"{name} was {then[name]}, now {now[name]}" for name in now if name not in free and now[name] != then[name]]
     if changed:
         fail(f"a resumed run keeps its arguments, but {'; '.join(changed)}.")
 
@@ -646,6 +645,16 @@ def parse_args():
     except (KeyError, TypeError) as error:
         fail(f"{path} does not fit this script ({error}).")
     return tyro.cli(Args, default=saved)
+
+
+STOP_SIGNALS = []
+
+
+def request_stop(number, frame):
+    """A first Ctrl-C or SIGTERM lets the iteration end and saves; a second one stops at once."""
+    STOP_SIGNALS.append(number)
+    signal.signal(number, signal.SIG_DFL)
+    print("\nstopping after this iteration; once more to stop at once", file=sys.stderr)
 
 
 # --- training ---
@@ -673,7 +682,6 @@ def train(args):
     model = agent.return_model
     optimizers = make_optimizers(agent, args)
     learning_rates = {name: optimizer.param_groups[0]["lr"] for name, optimizer in optimizers.items()}
-    reward_sums = torch.zeros(args.num_envs, device=device)
     recent_scores, interval_scores = deque(maxlen=100), []
     iterations_done = global_step = seconds_before = 0
     if args.resume is not None:
@@ -681,7 +689,6 @@ def train(args):
             agent.load_state_dict(checkpoint["agent"])
             for name, optimizer in optimizers.items():
                 optimizer.load_state_dict(checkpoint["optimizers"][name])
-            reward_sums.copy_(checkpoint["reward_sums"])
             recent_scores.extend(checkpoint["recent_scores"])
             interval_scores.extend(checkpoint["interval_scores"])
             iterations_done, global_step, seconds_before = (checkpoint[key] for key in ("iteration", "global_step", "seconds"))
@@ -691,18 +698,11 @@ def train(args):
         if iterations_done >= num_iterations:
             fail(f"this run is complete at {global_step} steps; to go on, give a larger --total-timesteps.")
     writer, record = start_run(args, run_dir, global_step)
+    resume_command = shlex.join(["python", sys.argv[0], "--resume", str(run_dir)])
 
-    # A first Ctrl-C or SIGTERM lets the iteration end and saves; a second one stops at once.
-    stop_signals = []
-
-    def request_stop(number, frame):
-        stop_signals.append(number)
-        signal.signal(number, signal.SIG_DFL)
-        print("\nstopping after this iteration; once more to stop at once", file=sys.stderr)
-
-    handlers = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    next_obs = agent.observe(reset_envs(envs, args.seed + iterations_done))
+    next_obs = agent.observe(
+        reset_envs(envs, args.seed + iterations_done), learn=args.resume is None
+    )  # new episodes, as at the start
     per_step = (args.num_steps, args.num_envs)  # the outcome of step t is stored at index t
     obs = torch.zeros(per_step + next_obs.shape[1:], dtype=next_obs.dtype, device=device)
     embeddings = torch.zeros(per_step + (agent.trunk.output_dim,), device=device)
@@ -711,6 +711,7 @@ def train(args):
     raw_rewards = torch.zeros(per_step, device=device)
     terminations = torch.zeros(per_step, dtype=torch.bool, device=device)
     dones = torch.zeros(per_step, dtype=torch.bool, device=device)
+    reward_sums = torch.zeros(args.num_envs, device=device)
     episode_returns, episode_lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=int)
     start_time, last_line_time = time.time(), 0
     in_terminal = sys.stderr.isatty()
@@ -818,11 +819,12 @@ def train(args):
                 losses["encoder_prior"] = encoder_prior_loss(model, joints, s)
                 grad_norm = descend(optimizers["encoder and prior"], losses["encoder_prior"], args.max_grad_norm)  # line 18
                 losses["generator"], losses["mean_matching"] = generator_losses(model, x, x_tilde, z_tilde, c, args.mean_coef)
+                return_loss = losses["generator"] + losses["mean_matching"]
                 losses |= {"discriminator_accuracy": accuracy, "encoder_prior_grad_norm": grad_norm}
                 policy = agent.policy(o, c)
                 log_prob, entropy = policy.log_prob(b_actions[index]), policy.entropy().mean()
                 losses["policy"], approx_kl, clip_fraction = ppo_loss(log_prob, b_log_probs[index], b_advantages[index], args)
-                loss = losses["policy"] - args.ent_coef * entropy + args.vf_coef * (losses["generator"] + losses["mean_matching"])
+                loss = losses["policy"] - args.ent_coef * entropy + args.vf_coef * return_loss
                 descend(optimizers["policy, trunk and generator"], loss, args.max_grad_norm)  # lines 19-20
                 losses |= {"entropy": entropy, "approx_kl": approx_kl, "clip_fraction": clip_fraction}
                 history.append({name: value.detach() for name, value in losses.items()})
@@ -848,19 +850,19 @@ def train(args):
             print(f"step {global_step:,}  score {score}  {speed:,.0f} steps/s  {minutes_left:.0f} min left", flush=True)
 
         # --- checkpoint ---
-        broken = [name for name, value in metrics.items() if name.startswith("losses/") and not math.isfinite(value)]
-        broken += [name for name, parameter in agent.named_parameters() if not parameter.isfinite().all()]
+        broken = [name for name, parameter in agent.named_parameters() if not parameter.isfinite().all()]
+        if not all(math.isfinite(metrics[f"losses/{name}"]) for name in history[0]):  # then name the loss that went first
+            broken = [f"losses/{name}" for losses in history for name, value in losses.items() if not value.isfinite()]
         if broken:
             writer.close()
             fail(
                 f"{broken[0]} is not finite after iteration {iteration}; try lower learning rates, "
-                f"or go on from the last good checkpoint, if any: python {Path(__file__).name} --resume {run_dir}"
+                f"or go on from the last good checkpoint, if any: {resume_command}"
             )
-        if iteration % args.save_every == 0 or iteration == num_iterations or stop_signals:
+        if iteration % args.save_every == 0 or iteration == num_iterations or STOP_SIGNALS:
             checkpoint = record | {
                 "agent": agent.state_dict(),
                 "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.items()},
-                "reward_sums": reward_sums,
                 "recent_scores": list(map(float, recent_scores)),
                 "interval_scores": list(map(float, interval_scores)),
                 "iteration": iteration,
@@ -869,21 +871,21 @@ def train(args):
                 "rng": torch.get_rng_state(),
             }
             save_checkpoint(run_dir, checkpoint)
-        if stop_signals:
+        if STOP_SIGNALS:
             break
 
     progress.close()
     envs.close()
     writer.close()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
     minutes = (seconds_before + seconds) / 60
     print(f"{global_step:,} steps in {minutes:.1f} min; score over the last {len(recent_scores)} episodes: {score}; run: {run_dir}")
-    if stop_signals:
-        print(f"stopped early; to go on: python {Path(__file__).name} --resume {run_dir}")
-        raise SystemExit(128 + stop_signals[0])
+    if STOP_SIGNALS:
+        print(f"stopped early; to go on: {resume_command}")
+        raise SystemExit(128 + STOP_SIGNALS[0])
     return agent
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, request_stop)
+    signal.signal(signal.SIGTERM, request_stop)
     train(parse_args())
