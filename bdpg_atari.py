@@ -134,6 +134,7 @@ def check_args(args):
     batch = args.num_envs * steps
     sizes = f"the batch of {args.num_envs} * {steps} = {batch} steps"
     rules = [
+        (0 <= args.seed < 2**30, f"--seed must lie in [0, 2**30), not {args.seed}."),
         (args.num_envs >= 1, f"--num-envs must be at least 1, not {args.num_envs}."),
         (args.num_steps >= 1, f"--num-steps must be at least 1, not {args.num_steps}."),
         (k is None or k >= 1, f"--bootstrap-length must be at least 1, not {k}."),
@@ -571,17 +572,18 @@ def start_run(args, run_dir, global_step):
         "versions": {"python": platform.python_version(), **{package: version(package) for package in packages}},
         "git": git.stdout.strip() or None,
     }
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "run.json").write_text(json.dumps(record, indent=2) + "\n")
-        writer = SummaryWriter(run_dir, purge_step=global_step + 1)  # a resumed log goes on where the checkpoint was
-    except OSError as error:
-        fail(f"the run's folder {run_dir} cannot be written ({error.strerror}); choose another with --run-dir.")
     if args.track:
         try:
             import wandb
         except ImportError:
             fail("--track needs Weights & Biases; install it with: pip install wandb")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=args.resume is not None or args.capture_video)
+        (run_dir / "run.json").write_text(json.dumps(record, indent=2) + "\n")
+        writer = SummaryWriter(run_dir, purge_step=global_step + 1)  # a resumed log goes on where the checkpoint was
+    except OSError as error:
+        fail(f"the run's folder {run_dir} cannot be written ({error.strerror}); choose another with --run-dir.")
+    if args.track:
         wandb.init(project=args.wandb_project, name=run_dir.name, config=record["args"], dir=run_dir, sync_tensorboard=True)
     writer.add_text("run", f"```\n{json.dumps(record, indent=2)}\n```", global_step)
     return writer, record
@@ -670,9 +672,8 @@ def train(args):
     torch.backends.cudnn.deterministic = True
     device = torch.device("cuda" if args.cuda else "cpu")
 
-    run_dir = (
-        args.run_dir / f"{args.env_id.replace('/', '-')}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    )
+    start = time.strftime("%Y%m%d-%H%M%S")  # with the process id, for runs that start in the same second
+    run_dir = args.run_dir / f"{args.env_id.replace('/', '-')}__{Path(__file__).stem}__{args.seed}__{start}-{os.getpid()}"
     if args.resume is not None:
         checkpoint, path = load_checkpoint(args.resume)
         run_dir = path.parent
