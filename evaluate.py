@@ -278,7 +278,9 @@ def make_camera(script, args, seed):
         return envs, camera, 15
     warnings.simplefilter("ignore")  # GLFW's, which repeat what the error says
     try:
-        env = gym.make(args.env_id, render_mode="rgb_array", disable_env_checker=True)
+        # gymnasium 1.4 leaves MuJoCo's camera where it is unless told to follow, and the agent runs out of the picture
+        tracking = {"camera_name": "track"} if "mujoco" in str(gym.spec(args.env_id).entry_point) else {}
+        env = gym.make(args.env_id, render_mode="rgb_array", disable_env_checker=True, **tracking)
         envs = gym.vector.SyncVectorEnv([lambda: env], autoreset_mode=same_step)
         envs.reset(seed=seed)
         if env.render() is None:
@@ -401,6 +403,7 @@ def draw_report(plt, script, agent, args, record, path, title):
     sharpness.axvline(error, color=ORANGE, lw=3, label="rms error of the mean")
     sharpness.set(xlabel="std of the return (scaled rewards)", ylabel="states", title="Sharpness")
     sharpness.set(xlim=(0, None), ylim=(0, 1.35 * sharpness.get_ylim()[1]))  # room for the legend
+    sharpness.locator_params(axis="x", nbins=5)  # more numbers would run into each other
     sharpness.legend(frameon=False, loc="upper center")
     if truth.u is None:
         gain.axis("off")
