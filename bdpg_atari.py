@@ -116,7 +116,7 @@ class Args:
     """dimension of the latent z"""
     adversarial_learning_rate: float = 5e-4
     """Adam's step size for discriminator, encoder and prior"""
-    mean_coef: float = 1.0
+    mean_coef: float = 0.0
     """weight of the term that holds the mean of G over the prior to the mean of x; 0 is the paper's regression alone"""
     r1_coef: float = 0.3
     """weight of the gradient penalty on the discriminator's (x, z) inputs; 0 lets the return distribution collapse"""
