@@ -19,7 +19,7 @@ import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROWS = {
-    "charts/averaged_score": "score",
+    "charts/episodic_return": "score, mean of 100 episodes",
     "return_model/explained_variance": "explained variance",
     "return_model/coverage_80": "coverage of the 80 % interval",
 }
@@ -39,6 +39,13 @@ def read(folder):
     """Curves {tag: (steps, values)} of a run, and its record."""
     log = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
     curves = {tag: np.array([(event.step, event.value) for event in log.Scalars(tag)]).T for tag in log.Tags()["scalars"]}
+    if "charts/episodic_return" in curves:
+        steps, scores = curves["charts/episodic_return"]
+        sums = np.cumsum(np.concatenate([[0], scores]))
+        ends = np.arange(1, len(scores) + 1)
+        starts = np.maximum(ends - 100, 0)
+        curves["charts/episodic_return"] = np.array([steps, (sums[ends] - sums[starts]) / (ends - starts)])
+        curves["last scores"] = scores[-100:]
     return curves, json.loads((folder / "run.json").read_text())
 
 
@@ -49,7 +56,7 @@ def main(args):
         if set(ROWS) <= set(curves):
             tasks[f"{record['args']['env_id']}\n{Path(record['script']).stem}"].append((curves, record))
         else:
-            print(f"skipped {folder}: it has no averaged score yet", file=sys.stderr)
+            print(f"skipped {folder}: it has no scores yet", file=sys.stderr)
     if not tasks:
         print(f"error: there is no run with results in {args.runs}.", file=sys.stderr)
         raise SystemExit(2)
@@ -64,8 +71,7 @@ def main(args):
             for axis, tag in zip(axes[:, column], ROWS, strict=True):
                 axis.plot(curves[tag][0] / 1e3, curves[tag][1], lw=1.3, alpha=0.85, label=f"seed {seed}")
             ends = {tag: curves[tag][1, -args.last :].mean() for tag in list(ROWS)[1:]}
-            steps, scores = curves["charts/episodic_return"]
-            final = scores[-100:]
+            final = curves["last scores"]
             table.append([*task.split("\n"), seed, int(curves["losses/policy"][0, -1]), final.mean(), final.std(), *ends.values()])
         axes[0, column].set_title(task.split("\n")[0])
         axes[-1, column].set_xlabel("agent steps (thousands)")

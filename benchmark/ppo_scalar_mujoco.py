@@ -142,7 +142,9 @@ def make_envs(args, video_dir):
     def make_env(index):
         if not (args.capture_video and index == 0):
             return gym.make(args.env_id, disable_env_checker=True)
-        env = gym.make(args.env_id, render_mode="rgb_array", disable_env_checker=True)
+        # gymnasium 1.4 leaves MuJoCo's camera where it is unless told to follow, and the agent runs out of the picture
+        camera = {"camera_name": "track"} if "mujoco" in str(gym.spec(args.env_id).entry_point) else {}
+        env = gym.make(args.env_id, render_mode="rgb_array", disable_env_checker=True, **camera)
         return gym.wrappers.RecordVideo(env, str(video_dir), disable_logger=True)
 
     try:
