@@ -12,7 +12,7 @@ the comments refer to it and to its Algorithm 1. Metrics, implementation details
 """
 
 import difflib
-import importlib.util
+import importlib.util  # Atari: is MoviePy there?
 import json
 import math
 import os
@@ -29,15 +29,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, Optional
 
-import ale_py
+import ale_py  # Atari: the games
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
-from ale_py.vector_env import AtariVectorEnv
-from torch.distributions import Categorical
+from ale_py.vector_env import AtariVectorEnv  # Atari: many of them at once
+from torch.distributions import Categorical  # Atari: discrete actions
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -82,6 +82,10 @@ class Args:
     """discount γ in (0, 1]"""
     gae_lambda: float = 0.95
     """λ in [0, 1] of generalised advantage estimation"""
+    target: Literal["lambda", "sr"] = "lambda"
+    """Bellman target x: "lambda" averages n-step targets (paper, GAE); "sr" draws one of them, which keeps the spread"""
+    num_return_samples: int = 8
+    """return samples M >= 1 averaged per state in the policy's advantage (x always uses a single one)"""
     learning_rate: float = 2.5e-4
     """Adam's step size for policy, trunk and generator"""
     anneal_lr: bool = True
@@ -97,7 +101,7 @@ class Args:
     ent_coef: float = 0.01
     """weight of the entropy bonus"""
     vf_coef: float = 0.5
-    """weight of the return model's regression loss beside the policy's loss"""
+    """weight of the return model's loss beside the policy's loss"""
     max_grad_norm: float = 0.5
     """gradient norm at which each optimiser's step is clipped"""
     score_interval: int = 80
@@ -108,10 +112,6 @@ class Args:
     """initial curiosity coefficient η >= 0 of η·sqrt(log t / t); 0 is the paper's "BDPG naive" and computes nothing of it"""
     u_bar: float = 100.0
     """cap ū > 0 on the information gain of a step, in nats; inf for none"""
-    target: Literal["lambda", "sr"] = "lambda"
-    """Bellman target x: "lambda" averages n-step targets (paper, GAE); "sr" draws one of them, which keeps the spread"""
-    num_return_samples: int = 8
-    """return samples M >= 1 averaged per state in the policy's advantage (x and u always use a single one)"""
     latent_dim: int = 2
     """dimension of the latent z"""
     adversarial_learning_rate: float = 5e-4
@@ -146,6 +146,7 @@ def check_args(args):
         (args.score_interval >= 1, f"--score-interval must be at least 1, not {args.score_interval}."),
         (0 < args.gamma <= 1, f"--gamma must lie in (0, 1], not {args.gamma}."),
         (0 <= args.gae_lambda <= 1, f"--gae-lambda must lie in [0, 1], not {args.gae_lambda}."),
+        (args.num_return_samples >= 1, f"--num-return-samples must be at least 1, not {args.num_return_samples}."),
         (args.learning_rate > 0, f"--learning-rate must be positive, not {args.learning_rate}."),
         (args.clip_coef > 0, f"--clip-coef must be positive, not {args.clip_coef}."),
         (args.ent_coef >= 0, f"--ent-coef must be at least 0, not {args.ent_coef}."),
@@ -155,7 +156,6 @@ def check_args(args):
         # BDPG:
         (0 <= args.eta < math.inf, f"--eta must be 0 or a positive number, not {args.eta}."),
         (args.u_bar > 0, f"--u-bar must be positive (inf for no cap), not {args.u_bar}."),
-        (args.num_return_samples >= 1, f"--num-return-samples must be at least 1, not {args.num_return_samples}."),
         (args.latent_dim >= 1, f"--latent-dim must be at least 1, not {args.latent_dim}."),
         (args.adversarial_learning_rate > 0, "--adversarial-learning-rate must be positive."),
         (args.mean_coef >= 0, f"--mean-coef must be at least 0, not {args.mean_coef}."),
@@ -169,9 +169,11 @@ def check_args(args):
 # --- environments ---
 
 
+# Atari:
 ATARI_ID = re.compile(r"\w+NoFrameskip-v4|ALE/\w+-v5")
 
 
+# Atari:
 def make_envs(args, video_dir):
     gym.register_envs(ale_py)
     spec = gym.registry.get(args.env_id)
@@ -197,12 +199,14 @@ def make_envs(args, video_dir):
     return envs
 
 
+# Atari:
 def reset_envs(envs, seed):
     obs, infos = envs.reset(seed=seed)
     envs.lives, envs.video_frames, envs.num_games = infos["lives"], [], 0
     return obs
 
 
+# Atari:
 def step_envs(envs, actions):
     """One step. Returns observations, rewards, terminations, truncations, last observations of ended episodes, episode ends."""
     obs, rewards, terminations, truncations, infos = envs.step(actions)
@@ -214,6 +218,7 @@ def step_envs(envs, actions):
     return obs, rewards, terminations, truncations, infos.get("final_obs"), game_over
 
 
+# Atari:
 def record_video(envs, frame, game_over):
     """Collects what the agent sees of the first game, and writes the games that gymnasium's RecordVideo would."""
     from gymnasium.utils.save_video import capped_cubic_video_schedule, save_video  # needs MoviePy, which only videos need
@@ -307,6 +312,7 @@ def gaussian_kl(mean_q, std_q, mean_p, std_p):
     return (torch.log(std_p / std_q) + (std_q.square() + (mean_q - mean_p).square()) / (2 * std_p.square()) - 0.5).sum(-1)
 
 
+# BDPG:
 def eta_at(eta, t):
     """The decayed curiosity coefficient η_t = η sqrt(log t / t); t starts at 4, past the maximum of log t / t."""
     t = max(4, t)
@@ -323,6 +329,7 @@ def layer_init(layer, std=2**0.5):
     return layer
 
 
+# BDPG:
 class ConditionalMLP(nn.Module):
     """A network on a few scalars and a state embedding c. The scalars are embedded first, so that c does not drown them; both meet
     in a sum, so that many samples of one state share the work on c (c broadcasts)."""
@@ -435,9 +442,11 @@ class Agent(nn.Module):
         # Atari:
         self.trunk = Trunk()
         self.policy = Policy(int(envs.single_action_space.n))
+        hidden = (256, 128)
+
         self.reward_stats = RunningMeanStd()
         # BDPG:
-        self.return_model = ReturnModel(self.trunk.output_dim, args.latent_dim, hidden=(256, 128))
+        self.return_model = ReturnModel(self.trunk.output_dim, args.latent_dim, hidden)
         self.u_stats = RunningMeanStd()
 
     # Atari:
@@ -447,7 +456,7 @@ class Agent(nn.Module):
 
 
 def make_optimizers(agent, args):
-    """Three Adams; each moves its own networks and no others."""
+    """An Adam for each loss; it moves its own networks and no others."""
     model = agent.return_model
 
     def adam(networks, learning_rate, betas):
@@ -494,6 +503,7 @@ def sample_joints(model, x, centre, c):
     return joints, z_tilde.detach(), x_tilde.detach()
 
 
+# BDPG:
 def discriminator_loss(model, joints, c, r1_coef):
     """-log D(x̃, z, s) - log(1 - D(x, z̃, s)) with a slope penalty (line 17, Eq. 11); and the share of samples that D tells right."""
     inputs = joints.detach().requires_grad_(r1_coef > 0)
@@ -507,12 +517,14 @@ def discriminator_loss(model, joints, c, r1_coef):
     return loss, accuracy
 
 
+# BDPG:
 def encoder_prior_loss(model, joints, c):
     """-log(1 - D(x̃, z, s)) - log D(x, z̃, s) (line 18, Eq. 11)."""
     logits = model.discriminate(joints, c)
     return contrast(logits, torch.tensor([[0.0], [1.0]], device=logits.device))
 
 
+# BDPG:
 def generator_losses(model, x, x_tilde, z_tilde, c, mean_coef):
     """||x - G(z̃, s)||² (line 19, Eq. 12), and a term with the gradient of mean_coef (E[G(z, s)] - E[x])², z from the prior.
 
@@ -527,6 +539,7 @@ def generator_losses(model, x, x_tilde, z_tilde, c, mean_coef):
     return F.mse_loss(reconstruction, x), mean_coef * 2 * ((x_tilde - x) * g_prime).mean()
 
 
+# BDPG:
 def contrast(logits, labels):
     """-log D where the label is 1, -log(1 - D) where it is 0, summed over the two joints."""
     return 2 * F.binary_cross_entropy_with_logits(logits, labels.expand_as(logits))
@@ -774,10 +787,10 @@ def train(args):
                 x = k_step_gae(rewards, g, next_g, *ends) + g
 
             # --- curiosity (lines 12-13, Eqs. 13-14) ---
+            policy_rewards = rewards
             # BDPG:
             centre = model.centre(embeddings)
             model.track_residuals(x - centre)
-            policy_rewards = rewards
             if args.eta > 0:
                 u = gaussian_kl(
                     *model.encode(model.relative(x, centre), embeddings), *model.encode(model.relative(g, centre), embeddings)
@@ -787,6 +800,7 @@ def train(args):
                 if iteration > 1:
                     policy_rewards = rewards + eta_t * ((u - agent.u_stats.mean) / agent.u_stats.std).float()
                 agent.u_stats.update(u.flatten())
+
             advantages = k_step_gae(policy_rewards, samples.mean(0), next_samples.mean(0), *ends)
 
             some = torch.randperm(batch_size, device=device)[:256]
@@ -805,14 +819,15 @@ def train(args):
         b_obs, b_actions, b_log_probs, b_advantages, b_x = (v.flatten(0, 1) for v in (obs, actions, log_probs, advantages, x))
         # BDPG:
         b_centre = centre.flatten()
+
         history = []
         for _ in range(args.update_epochs):
             for index in torch.randperm(batch_size, device=device).split(args.minibatch_size):
                 o, x = b_obs[index], b_x[index]
-                c = agent.trunk(o)  # the only trunk pass; the adversarial networks take its detached output and never train it
+                c = agent.trunk(o)  # the only trunk pass
                 losses = {}
                 # BDPG:
-                s = c.detach()
+                s = c.detach()  # the adversarial networks take the trunk's output and never train it
                 joints, z_tilde, x_tilde = sample_joints(model, x, b_centre[index], s)  # lines 15-16
                 r1_coef = 4 * args.r1_coef if len(history) % 4 == 0 else 0  # every fourth time, fourfold: as good, and cheaper
                 losses["discriminator"], accuracy = discriminator_loss(model, joints, s, r1_coef)
@@ -822,6 +837,7 @@ def train(args):
                 losses["generator"], losses["mean_matching"] = generator_losses(model, x, x_tilde, z_tilde, c, args.mean_coef)
                 return_loss = losses["generator"] + losses["mean_matching"]
                 losses |= {"discriminator_accuracy": accuracy, "encoder_prior_grad_norm": grad_norm}
+
                 policy = agent.policy(o, c)
                 log_prob, entropy = policy.log_prob(b_actions[index]), policy.entropy().mean()
                 losses["policy"], approx_kl, clip_fraction = ppo_loss(log_prob, b_log_probs[index], b_advantages[index], args)

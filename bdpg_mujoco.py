@@ -34,7 +34,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
-from torch.distributions import Independent, Normal
+from torch.distributions import Independent, Normal  # MuJoCo: continuous actions
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -76,6 +76,10 @@ class Args:
     """discount γ in (0, 1]"""
     gae_lambda: float = 0.95
     """λ in [0, 1] of generalised advantage estimation"""
+    target: Literal["lambda", "sr"] = "lambda"
+    """Bellman target x: "lambda" averages n-step targets (paper, GAE); "sr" draws one of them, which keeps the spread"""
+    num_return_samples: int = 8
+    """return samples M >= 1 averaged per state in the policy's advantage (x always uses a single one)"""
     learning_rate: float = 3e-4
     """Adam's step size for policy, trunk and generator"""
     anneal_lr: bool = True
@@ -91,7 +95,7 @@ class Args:
     ent_coef: float = 0.0
     """weight of the entropy bonus"""
     vf_coef: float = 0.5
-    """weight of the return model's regression loss beside the policy's loss"""
+    """weight of the return model's loss beside the policy's loss"""
     max_grad_norm: float = 0.5
     """gradient norm at which each optimiser's step is clipped"""
     score_interval: int = 4
@@ -102,10 +106,6 @@ class Args:
     """initial curiosity coefficient η >= 0 of η·sqrt(log t / t); 0 is the paper's "BDPG naive" and computes nothing of it"""
     u_bar: float = 100.0
     """cap ū > 0 on the information gain of a step, in nats; inf for none"""
-    target: Literal["lambda", "sr"] = "lambda"
-    """Bellman target x: "lambda" averages n-step targets (paper, GAE); "sr" draws one of them, which keeps the spread"""
-    num_return_samples: int = 8
-    """return samples M >= 1 averaged per state in the policy's advantage (x and u always use a single one)"""
     latent_dim: int = 2
     """dimension of the latent z"""
     adversarial_learning_rate: float = 1e-3
@@ -140,6 +140,7 @@ def check_args(args):
         (args.score_interval >= 1, f"--score-interval must be at least 1, not {args.score_interval}."),
         (0 < args.gamma <= 1, f"--gamma must lie in (0, 1], not {args.gamma}."),
         (0 <= args.gae_lambda <= 1, f"--gae-lambda must lie in [0, 1], not {args.gae_lambda}."),
+        (args.num_return_samples >= 1, f"--num-return-samples must be at least 1, not {args.num_return_samples}."),
         (args.learning_rate > 0, f"--learning-rate must be positive, not {args.learning_rate}."),
         (args.clip_coef > 0, f"--clip-coef must be positive, not {args.clip_coef}."),
         (args.ent_coef >= 0, f"--ent-coef must be at least 0, not {args.ent_coef}."),
@@ -149,7 +150,6 @@ def check_args(args):
         # BDPG:
         (0 <= args.eta < math.inf, f"--eta must be 0 or a positive number, not {args.eta}."),
         (args.u_bar > 0, f"--u-bar must be positive (inf for no cap), not {args.u_bar}."),
-        (args.num_return_samples >= 1, f"--num-return-samples must be at least 1, not {args.num_return_samples}."),
         (args.latent_dim >= 1, f"--latent-dim must be at least 1, not {args.latent_dim}."),
         (args.adversarial_learning_rate > 0, "--adversarial-learning-rate must be positive."),
         (args.mean_coef >= 0, f"--mean-coef must be at least 0, not {args.mean_coef}."),
@@ -163,6 +163,7 @@ def check_args(args):
 # --- environments ---
 
 
+# MuJoCo:
 def make_envs(args, video_dir):
     if re.match(r"ALE/|.*NoFrameskip-v", args.env_id):
         fail(f"{args.env_id} is an Atari game, and this script is for continuous control: use bdpg_atari.py.")
@@ -197,10 +198,12 @@ def make_envs(args, video_dir):
     return envs
 
 
+# MuJoCo:
 def reset_envs(envs, seed):
     return envs.reset(seed=seed)[0]
 
 
+# MuJoCo:
 def step_envs(envs, actions):
     """One step. Returns observations, rewards, terminations, truncations, last observations of ended episodes, episode ends."""
     space = envs.single_action_space
@@ -289,6 +292,7 @@ def gaussian_kl(mean_q, std_q, mean_p, std_p):
     return (torch.log(std_p / std_q) + (std_q.square() + (mean_q - mean_p).square()) / (2 * std_p.square()) - 0.5).sum(-1)
 
 
+# BDPG:
 def eta_at(eta, t):
     """The decayed curiosity coefficient η_t = η sqrt(log t / t); t starts at 4, past the maximum of log t / t."""
     t = max(4, t)
@@ -305,6 +309,7 @@ def layer_init(layer, std=2**0.5):
     return layer
 
 
+# BDPG:
 class ConditionalMLP(nn.Module):
     """A network on a few scalars and a state embedding c. The scalars are embedded first, so that c does not drown them; both meet
     in a sum, so that many samples of one state share the work on c (c broadcasts)."""
@@ -419,9 +424,11 @@ class Agent(nn.Module):
         self.obs_stats = RunningMeanStd((obs_dim,))
         self.trunk = Trunk(obs_dim)
         self.policy = Policy(obs_dim, action_dim)
+        hidden = (64, 64)
+
         self.reward_stats = RunningMeanStd()
         # BDPG:
-        self.return_model = ReturnModel(self.trunk.output_dim, args.latent_dim, hidden=(64, 64))
+        self.return_model = ReturnModel(self.trunk.output_dim, args.latent_dim, hidden)
         self.u_stats = RunningMeanStd()
 
     # MuJoCo:
@@ -434,7 +441,7 @@ class Agent(nn.Module):
 
 
 def make_optimizers(agent, args):
-    """Three Adams; each moves its own networks and no others."""
+    """An Adam for each loss; it moves its own networks and no others."""
     model = agent.return_model
 
     def adam(networks, learning_rate, betas):
@@ -481,6 +488,7 @@ def sample_joints(model, x, centre, c):
     return joints, z_tilde.detach(), x_tilde.detach()
 
 
+# BDPG:
 def discriminator_loss(model, joints, c, r1_coef):
     """-log D(x̃, z, s) - log(1 - D(x, z̃, s)) with a slope penalty (line 17, Eq. 11); and the share of samples that D tells right."""
     inputs = joints.detach().requires_grad_(r1_coef > 0)
@@ -494,12 +502,14 @@ def discriminator_loss(model, joints, c, r1_coef):
     return loss, accuracy
 
 
+# BDPG:
 def encoder_prior_loss(model, joints, c):
     """-log(1 - D(x̃, z, s)) - log D(x, z̃, s) (line 18, Eq. 11)."""
     logits = model.discriminate(joints, c)
     return contrast(logits, torch.tensor([[0.0], [1.0]], device=logits.device))
 
 
+# BDPG:
 def generator_losses(model, x, x_tilde, z_tilde, c, mean_coef):
     """||x - G(z̃, s)||² (line 19, Eq. 12), and a term with the gradient of mean_coef (E[G(z, s)] - E[x])², z from the prior.
 
@@ -514,6 +524,7 @@ def generator_losses(model, x, x_tilde, z_tilde, c, mean_coef):
     return F.mse_loss(reconstruction, x), mean_coef * 2 * ((x_tilde - x) * g_prime).mean()
 
 
+# BDPG:
 def contrast(logits, labels):
     """-log D where the label is 1, -log(1 - D) where it is 0, summed over the two joints."""
     return 2 * F.binary_cross_entropy_with_logits(logits, labels.expand_as(logits))
@@ -758,10 +769,10 @@ def train(args):
                 x = k_step_gae(rewards, g, next_g, *ends) + g
 
             # --- curiosity (lines 12-13, Eqs. 13-14) ---
+            policy_rewards = rewards
             # BDPG:
             centre = model.centre(embeddings)
             model.track_residuals(x - centre)
-            policy_rewards = rewards
             if args.eta > 0:
                 u = gaussian_kl(
                     *model.encode(model.relative(x, centre), embeddings), *model.encode(model.relative(g, centre), embeddings)
@@ -771,6 +782,7 @@ def train(args):
                 if iteration > 1:
                     policy_rewards = rewards + eta_t * ((u - agent.u_stats.mean) / agent.u_stats.std).float()
                 agent.u_stats.update(u.flatten())
+
             advantages = k_step_gae(policy_rewards, samples.mean(0), next_samples.mean(0), *ends)
 
             some = torch.randperm(batch_size, device=device)[:256]
@@ -789,14 +801,15 @@ def train(args):
         b_obs, b_actions, b_log_probs, b_advantages, b_x = (v.flatten(0, 1) for v in (obs, actions, log_probs, advantages, x))
         # BDPG:
         b_centre = centre.flatten()
+
         history = []
         for _ in range(args.update_epochs):
             for index in torch.randperm(batch_size, device=device).split(args.minibatch_size):
                 o, x = b_obs[index], b_x[index]
-                c = agent.trunk(o)  # the only trunk pass; the adversarial networks take its detached output and never train it
+                c = agent.trunk(o)  # the only trunk pass
                 losses = {}
                 # BDPG:
-                s = c.detach()
+                s = c.detach()  # the adversarial networks take the trunk's output and never train it
                 joints, z_tilde, x_tilde = sample_joints(model, x, b_centre[index], s)  # lines 15-16
                 r1_coef = 4 * args.r1_coef if len(history) % 4 == 0 else 0  # every fourth time, fourfold: as good, and cheaper
                 losses["discriminator"], accuracy = discriminator_loss(model, joints, s, r1_coef)
@@ -806,6 +819,7 @@ def train(args):
                 losses["generator"], losses["mean_matching"] = generator_losses(model, x, x_tilde, z_tilde, c, args.mean_coef)
                 return_loss = losses["generator"] + losses["mean_matching"]
                 losses |= {"discriminator_accuracy": accuracy, "encoder_prior_grad_norm": grad_norm}
+
                 policy = agent.policy(o, c)
                 log_prob, entropy = policy.log_prob(b_actions[index]), policy.entropy().mean()
                 losses["policy"], approx_kl, clip_fraction = ppo_loss(log_prob, b_log_probs[index], b_advantages[index], args)

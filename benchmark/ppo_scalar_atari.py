@@ -1,10 +1,10 @@
-"""PPO with a plain scalar critic in the loop of bdpg_atari.py: the floor that BDPG's cost and scores are measured against.
+"""PPO with a plain scalar critic in the loop of bdpg_atari.py: the floor that cost and scores are measured against.
 
 python benchmark/ppo_scalar_atari.py
 """
 
 import difflib
-import importlib.util
+import importlib.util  # Atari: is MoviePy there?
 import json
 import math
 import os
@@ -21,15 +21,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, Optional
 
-import ale_py
+import ale_py  # Atari: the games
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
-from ale_py.vector_env import AtariVectorEnv
-from torch.distributions import Categorical
+from ale_py.vector_env import AtariVectorEnv  # Atari: many of them at once
+from torch.distributions import Categorical  # Atari: discrete actions
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -74,6 +74,10 @@ class Args:
     """discount γ in (0, 1]"""
     gae_lambda: float = 0.95
     """λ in [0, 1] of generalised advantage estimation"""
+    target: Literal["lambda", "sr"] = "lambda"
+    """Bellman target x: "lambda" averages n-step targets (paper, GAE); "sr" draws one of them, which keeps the spread"""
+    num_return_samples: int = 8
+    """return samples M >= 1 averaged per state in the policy's advantage (x always uses a single one)"""
     learning_rate: float = 2.5e-4
     """Adam's step size for policy, trunk and generator"""
     anneal_lr: bool = True
@@ -89,15 +93,11 @@ class Args:
     ent_coef: float = 0.01
     """weight of the entropy bonus"""
     vf_coef: float = 0.5
-    """weight of the return model's regression loss beside the policy's loss"""
+    """weight of the return model's loss beside the policy's loss"""
     max_grad_norm: float = 0.5
     """gradient norm at which each optimiser's step is clipped"""
     score_interval: int = 80
     """training batches between two averaged scores (paper: 80 on Atari, 4 on MuJoCo)"""
-
-    # --- scalar critic ---
-    target: Literal["lambda", "sr"] = "lambda"
-    """Bellman target x: "lambda" averages n-step targets (paper, GAE); "sr" draws one of them, which keeps the spread"""
 
 
 def fail(message):
@@ -124,6 +124,7 @@ def check_args(args):
         (args.score_interval >= 1, f"--score-interval must be at least 1, not {args.score_interval}."),
         (0 < args.gamma <= 1, f"--gamma must lie in (0, 1], not {args.gamma}."),
         (0 <= args.gae_lambda <= 1, f"--gae-lambda must lie in [0, 1], not {args.gae_lambda}."),
+        (args.num_return_samples >= 1, f"--num-return-samples must be at least 1, not {args.num_return_samples}."),
         (args.learning_rate > 0, f"--learning-rate must be positive, not {args.learning_rate}."),
         (args.clip_coef > 0, f"--clip-coef must be positive, not {args.clip_coef}."),
         (args.ent_coef >= 0, f"--ent-coef must be at least 0, not {args.ent_coef}."),
@@ -139,9 +140,11 @@ def check_args(args):
 # --- environments ---
 
 
+# Atari:
 ATARI_ID = re.compile(r"\w+NoFrameskip-v4|ALE/\w+-v5")
 
 
+# Atari:
 def make_envs(args, video_dir):
     gym.register_envs(ale_py)
     spec = gym.registry.get(args.env_id)
@@ -167,12 +170,14 @@ def make_envs(args, video_dir):
     return envs
 
 
+# Atari:
 def reset_envs(envs, seed):
     obs, infos = envs.reset(seed=seed)
     envs.lives, envs.video_frames, envs.num_games = infos["lives"], [], 0
     return obs
 
 
+# Atari:
 def step_envs(envs, actions):
     """One step. Returns observations, rewards, terminations, truncations, last observations of ended episodes, episode ends."""
     obs, rewards, terminations, truncations, infos = envs.step(actions)
@@ -184,6 +189,7 @@ def step_envs(envs, actions):
     return obs, rewards, terminations, truncations, infos.get("final_obs"), game_over
 
 
+# Atari:
 def record_video(envs, frame, game_over):
     """Collects what the agent sees of the first game, and writes the games that gymnasium's RecordVideo would."""
     from gymnasium.utils.save_video import capped_cubic_video_schedule, save_video  # needs MoviePy, which only videos need
@@ -335,6 +341,7 @@ class Agent(nn.Module):
         # Atari:
         self.trunk = Trunk()
         self.policy = Policy(int(envs.single_action_space.n))
+
         self.reward_stats = RunningMeanStd()
         # Scalar:
         self.return_model = ReturnModel(self.trunk.output_dim)
@@ -346,7 +353,7 @@ class Agent(nn.Module):
 
 
 def make_optimizers(agent, args):
-    """Three Adams; each moves its own networks and no others."""
+    """An Adam for each loss; it moves its own networks and no others."""
     model = agent.return_model
 
     def adam(networks, learning_rate, betas):
@@ -603,12 +610,12 @@ def train(args):
             # --- returns, advantages and Bellman targets (lines 6, 8-11) ---
             # The networks did not change during the rollout, so its returns g_0 ... g_k can be sampled here, all at once.
             last_embedding = agent.trunk(next_obs)
-            samples = model.sample(torch.cat([embeddings, last_embedding.unsqueeze(0)]), 1)
+            samples = model.sample(torch.cat([embeddings, last_embedding.unsqueeze(0)]), args.num_return_samples)
             samples, next_samples = samples[:, :-1], samples[:, 1:].clone()
             if cut_short:  # after a truncated step comes the last state of its own episode, not the first of the next
                 steps, indices, final_obs = zip(*cut_short, strict=True)
                 c = agent.trunk(agent.observe(np.stack(final_obs), learn=False))
-                next_samples[:, steps, indices] = model.sample(c, 1)
+                next_samples[:, steps, indices] = model.sample(c, args.num_return_samples)
             g, next_g = samples[0], next_samples[0]
             ends = (terminations, dones, args.gamma, args.gae_lambda, k)
             if args.target == "sr":
@@ -630,10 +637,11 @@ def train(args):
         for _ in range(args.update_epochs):
             for index in torch.randperm(batch_size, device=device).split(args.minibatch_size):
                 o, x = b_obs[index], b_x[index]
-                c = agent.trunk(o)  # the only trunk pass; the adversarial networks take its detached output and never train it
+                c = agent.trunk(o)  # the only trunk pass
                 losses = {}
                 # Scalar:
                 return_loss = losses["generator"] = F.mse_loss(model.generator(c).squeeze(-1), x)
+
                 policy = agent.policy(o, c)
                 log_prob, entropy = policy.log_prob(b_actions[index]), policy.entropy().mean()
                 losses["policy"], approx_kl, clip_fraction = ppo_loss(log_prob, b_log_probs[index], b_advantages[index], args)
