@@ -110,8 +110,8 @@ class Args:
     """dimension of the latent z"""
     adversarial_learning_rate: float = 1e-3
     """Adam's step size for discriminator, encoder and prior"""
-    mean_coef: float = 1.0
-    """weight of the term that holds the mean of G over the prior to the mean of x; 0 is the paper's regression alone"""
+    law_coef: float = 4.0
+    """weight of the term that holds the law of G over the prior to the law of x; 0 is the paper's regression alone"""
     r1_coef: float = 0.3
     """weight of the gradient penalty on the discriminator's (x, z) inputs; 0 lets the return distribution collapse"""
 
@@ -152,7 +152,7 @@ def check_args(args):
         (args.u_bar > 0, f"--u-bar must be positive (inf for no cap), not {args.u_bar}."),
         (args.latent_dim >= 1, f"--latent-dim must be at least 1, not {args.latent_dim}."),
         (args.adversarial_learning_rate > 0, "--adversarial-learning-rate must be positive."),
-        (args.mean_coef >= 0, f"--mean-coef must be at least 0, not {args.mean_coef}."),
+        (args.law_coef >= 0, f"--law-coef must be at least 0, not {args.law_coef}."),
         (args.r1_coef >= 0, f"--r1-coef must be at least 0, not {args.r1_coef}."),
     ]
     for holds, message in rules:
@@ -510,18 +510,19 @@ def encoder_prior_loss(model, joints, c):
 
 
 # BDPG:
-def generator_losses(model, x, x_tilde, z_tilde, c, mean_coef):
-    """||x - G(z̃, s)||² (line 19, Eq. 12), and a term with the gradient of mean_coef (E[G(z, s)] - E[x])², z from the prior.
+def generator_losses(model, x, x_tilde, z_tilde, c, law_coef):
+    """||x - G(z̃, s)||² (line 19, Eq. 12), and law_coef · w times the energy distance of G(z, s), z from the prior, to x given s.
 
-    Eq. 12 sets the mean of G over inferred latents. Until those have the prior's law, the mean over the prior, which is the critic,
-    is off, differently in each state; the second term holds it in place. x̃ and G(z', s) are independent draws: the product of their
-    errors is unbiased, where a square would also punish the spread."""
-    if mean_coef == 0:
+    Eq. 12 shapes G over inferred latents. Until those have the prior's law, returns sampled from the prior, which is what the
+    critic does, are off in mean and spread. The second term is least where they have the law of x: a sample g' is drawn towards
+    targets and pushed, as hard, off other samples x̃ of its state. With w it has the unit of Eq. 12, whatever the returns' scale."""
+    if law_coef == 0:
         return F.mse_loss(model.generate(z_tilde, c), x), torch.zeros_like(x[0])
     with torch.no_grad():
         z_prime = model.sample_latent(model.prior(c))
     reconstruction, g_prime = model.generate(torch.stack([z_tilde, z_prime]), c)
-    return F.mse_loss(reconstruction, x), mean_coef * 2 * ((x_tilde - x) * g_prime).mean()
+    attraction, repulsion = (g_prime - x).abs().mean(), (g_prime - x_tilde).abs().mean()
+    return F.mse_loss(reconstruction, x), law_coef * model.residual_scale * 2 * (attraction - repulsion)
 
 
 # BDPG:
@@ -816,8 +817,8 @@ def train(args):
                 descend(optimizers["discriminator"], losses["discriminator"], args.max_grad_norm)  # line 17
                 losses["encoder_prior"] = encoder_prior_loss(model, joints, s)
                 grad_norm = descend(optimizers["encoder and prior"], losses["encoder_prior"], args.max_grad_norm)  # line 18
-                losses["generator"], losses["mean_matching"] = generator_losses(model, x, x_tilde, z_tilde, c, args.mean_coef)
-                return_loss = losses["generator"] + losses["mean_matching"]
+                losses["generator"], losses["law_matching"] = generator_losses(model, x, x_tilde, z_tilde, c, args.law_coef)
+                return_loss = losses["generator"] + losses["law_matching"]
                 losses |= {"discriminator_accuracy": accuracy, "encoder_prior_grad_norm": grad_norm}
 
                 policy = agent.policy(o, c)

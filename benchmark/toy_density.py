@@ -4,7 +4,7 @@ The networks, losses and optimisers are those of bdpg_mujoco.py, with its defaul
 of the state. W1 is in units of each law's standard deviation; the floor is what as many true samples score.
 
     python benchmark/toy_density.py                      # 6,000 steps, about a minute on a CPU
-    python benchmark/toy_density.py --mean-coef 0        # the paper's regression alone
+    python benchmark/toy_density.py --law-coef 0        # the paper's regression alone
 """
 
 import sys
@@ -28,7 +28,7 @@ class Args:
     """gradient steps; every learning rate goes linearly to 0"""
     steps_per_rollout: int = 160
     """steps for which b(s) and w stay as they are, as between two rollouts"""
-    mean_coef: float = bdpg.Args.mean_coef
+    law_coef: float = bdpg.Args.law_coef
     """as in the script"""
     r1_coef: float = bdpg.Args.r1_coef
     """as in the script"""
@@ -86,7 +86,7 @@ def train(args):
         bdpg.descend(optimizers["discriminator"], d_loss, script_args.max_grad_norm)
         q_loss = bdpg.encoder_prior_loss(model, joints, c.detach())
         bdpg.descend(optimizers["encoder and prior"], q_loss, script_args.max_grad_norm)
-        g_loss = sum(bdpg.generator_losses(model, x, x_tilde, z_tilde, c, args.mean_coef))
+        g_loss = sum(bdpg.generator_losses(model, x, x_tilde, z_tilde, c, args.law_coef))
         bdpg.descend(main_optimizer, script_args.vf_coef * g_loss, script_args.max_grad_norm)
     return agent, laws
 
