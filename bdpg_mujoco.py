@@ -449,8 +449,8 @@ def make_optimizers(agent, args):
         return torch.optim.Adam(parameters, lr=learning_rate, betas=betas, eps=1e-5, fused=True)
 
     return {
-        "policy, trunk and generator": adam([agent.policy, agent.trunk, model.generator], args.learning_rate, (0.9, 0.999)),
         # BDPG:
+        "policy, trunk and generator": adam([agent.policy, agent.trunk, model.generator], args.learning_rate, (0.9, 0.999)),
         "discriminator": adam([model.discriminator], args.adversarial_learning_rate, (0.0, 0.99)),
         "encoder and prior": adam([model.encoder, model.prior], args.adversarial_learning_rate, (0.0, 0.99)),
     }
@@ -720,7 +720,8 @@ def train(args):
     for iteration in range(iterations_done + 1, num_iterations + 1):  # line 2
         fraction_left = 1 - (iteration - 1) / num_iterations if args.anneal_lr else 1
         for name, optimizer in optimizers.items():
-            optimizer.param_groups[0]["lr"] = fraction_left * learning_rates[name]
+            for group in optimizer.param_groups:
+                group["lr"] = fraction_left * learning_rates[name]
 
         # --- rollout (lines 3-7) ---
         cut_short = []  # (step, environment, final observation) of truncated episodes

@@ -1,7 +1,7 @@
 """PPO with a Wasserstein-GAN return distribution (PPO+WGAN) for continuous control, in one file.
 
 The baseline of the BDPG paper that generates returns without inferring anything: a generator G(z, s) turns noise z ~ N(0, 1)
-into a sampled return, and a critic f(x, s), whose slope in x is held to 1, measures the Wasserstein distance between samples and
+into a sampled return, and a critic f(x, s), whose slope in x is at most 1, measures the Wasserstein distance between samples and
 Bellman targets x. All else is bdpg_mujoco.py to the letter (`diff` them); it explores naively. Paper: Li & Faisal, "Bayesian
 Distributional Policy Gradients", AAAI 2021; "Eq." and "line" in the comments refer to it and to its Algorithm 1. Metrics,
 implementation details and results: docs/ppo_wgan.md.
@@ -109,7 +109,7 @@ class Args:
     num_critic_steps: int = 1
     """critic steps per gradient step of policy and generator"""
     gradient_penalty: float = 10.0
-    """weight of (|df/dx| - 1)², which holds the critic's slope to 1"""
+    """weight of max(0, |df/dx| - 1)², which holds the critic's slope to at most 1"""
 
 
 def fail(message):
@@ -414,9 +414,13 @@ def make_optimizers(agent, args):
         parameters = [parameter for network in networks for parameter in network.parameters()]
         return torch.optim.Adam(parameters, lr=learning_rate, betas=betas, eps=1e-5, fused=True)
 
+    # WGAN: the generator goes without momentum, with which it and the critic circle each other
+    actor = adam([agent.policy, agent.trunk], args.learning_rate, (0.9, 0.999))
+    actor.add_param_group({"params": list(model.generator.parameters()), "betas": (0.0, 0.99)})
+
     return {
-        "policy, trunk and generator": adam([agent.policy, agent.trunk, model.generator], args.learning_rate, (0.9, 0.999)),
         # WGAN:
+        "policy, trunk and generator": actor,
         "critic": adam([model.critic], args.critic_learning_rate, (0.0, 0.99)),
     }
 
@@ -440,13 +444,15 @@ def ppo_loss(log_prob, old_log_prob, advantages, args):
 
 # WGAN:
 def critic_loss(model, x, x_tilde, centre, c, gradient_penalty):
-    """E[f(x̃, s)] - E[f(x, s)] with a penalty on slopes other than 1; and its negative alone, which estimates W1(x, x̃) / w."""
+    """E[f(x̃, s)] - E[f(x, s)] with a penalty on slopes above 1; and its negative without it, which estimates W1(x, x̃) / w.
+
+    Smaller slopes are free: to turn from 1 to -1, as it must when G overtakes x in some states, a slope has to pass through 0."""
     real, fake = model.relative(x, centre), model.relative(x_tilde, centre)
     between = torch.lerp(real, fake, torch.rand_like(real)).requires_grad_()  # at the same state
     f_real, f_fake, f_between = model.criticise(torch.stack([real, fake, between]), c)
     (slopes,) = torch.autograd.grad(f_between.sum(), between, create_graph=True)
     distance = (f_real - f_fake).mean()
-    return gradient_penalty * (slopes.abs() - 1).square().mean() - distance, distance
+    return gradient_penalty * F.relu(slopes.abs() - 1).square().mean() - distance, distance
 
 
 # WGAN:
@@ -645,7 +651,8 @@ def train(args):
     for iteration in range(iterations_done + 1, num_iterations + 1):  # line 2
         fraction_left = 1 - (iteration - 1) / num_iterations if args.anneal_lr else 1
         for name, optimizer in optimizers.items():
-            optimizer.param_groups[0]["lr"] = fraction_left * learning_rates[name]
+            for group in optimizer.param_groups:
+                group["lr"] = fraction_left * learning_rates[name]
 
         # --- rollout (lines 3-7) ---
         cut_short = []  # (step, environment, final observation) of truncated episodes
