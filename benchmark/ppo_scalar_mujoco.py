@@ -73,7 +73,9 @@ class Args:
     num_return_samples: int = 8
     """return samples M >= 1 averaged per state in the policy's advantage (x always uses a single one)"""
     learning_rate: float = 3e-4
-    """Adam's step size for policy, trunk and generator"""
+    """Adam's step size for the policy (on Atari with the trunk that it shares)"""
+    return_learning_rate: float = 1e-3
+    """Adam's step size for the generator of returns (on MuJoCo with the trunk, which is its own)"""
     anneal_lr: bool = True
     """decay every learning rate linearly to 0 over the run"""
     update_epochs: int = 10
@@ -120,6 +122,7 @@ def check_args(args):
         (0 <= args.gae_lambda <= 1, f"--gae-lambda must lie in [0, 1], not {args.gae_lambda}."),
         (args.num_return_samples >= 1, f"--num-return-samples must be at least 1, not {args.num_return_samples}."),
         (args.learning_rate > 0, f"--learning-rate must be positive, not {args.learning_rate}."),
+        (args.return_learning_rate > 0, f"--return-learning-rate must be positive, not {args.return_learning_rate}."),
         (args.clip_coef > 0, f"--clip-coef must be positive, not {args.clip_coef}."),
         (args.ent_coef >= 0, f"--ent-coef must be at least 0, not {args.ent_coef}."),
         (args.vf_coef >= 0, f"--vf-coef must be at least 0, not {args.vf_coef}."),
@@ -341,13 +344,20 @@ def make_optimizers(agent, args):
     """An Adam for each loss; it moves its own networks and no others."""
     model = agent.return_model
 
-    def adam(networks, learning_rate, betas):
+    def group(networks, learning_rate, betas):
         parameters = [parameter for network in networks for parameter in network.parameters()]
-        return torch.optim.Adam(parameters, lr=learning_rate, betas=betas, eps=1e-5, fused=True)
+        return {"params": parameters, "lr": learning_rate, "initial_lr": learning_rate, "betas": betas}
 
+    def adam(*groups):
+        return torch.optim.Adam(groups, eps=1e-5, fused=True)
+
+    # MuJoCo:
+    with_policy, with_returns = [agent.policy], [agent.trunk, model.generator]
+
+    policy_group = group(with_policy, args.learning_rate, (0.9, 0.999))
     return {
         # Scalar:
-        "policy, trunk and generator": adam([agent.policy, agent.trunk, model.generator], args.learning_rate, (0.9, 0.999)),
+        "policy, trunk and generator": adam(policy_group, group(with_returns, args.return_learning_rate, (0.9, 0.999))),
     }
 
 
@@ -518,7 +528,6 @@ def train(args):
     agent = Agent(envs, args).to(device)  # line 1
     model = agent.return_model
     optimizers = make_optimizers(agent, args)
-    learning_rates = {name: optimizer.param_groups[0]["lr"] for name, optimizer in optimizers.items()}
     recent_scores, interval_scores = deque(maxlen=100), []
     iterations_done = global_step = seconds_before = 0
     if args.resume is not None:
@@ -556,9 +565,9 @@ def train(args):
 
     for iteration in range(iterations_done + 1, num_iterations + 1):  # line 2
         fraction_left = 1 - (iteration - 1) / num_iterations if args.anneal_lr else 1
-        for name, optimizer in optimizers.items():
+        for optimizer in optimizers.values():
             for group in optimizer.param_groups:
-                group["lr"] = fraction_left * learning_rates[name]
+                group["lr"] = fraction_left * group["initial_lr"]
 
         # --- rollout (lines 3-7) ---
         cut_short = []  # (step, environment, final observation) of truncated episodes
