@@ -87,9 +87,7 @@ class Args:
     num_return_samples: int = 8
     """return samples M >= 1 averaged per state in the policy's advantage (x always uses a single one)"""
     learning_rate: float = 2.5e-4
-    """Adam's step size for the policy (on Atari with the trunk that it shares)"""
-    return_learning_rate: float = 2.5e-4
-    """Adam's step size for the generator of returns (on MuJoCo with the trunk, which is its own)"""
+    """Adam's step size for policy, trunk and every network that has none of its own"""
     anneal_lr: bool = True
     """decay every learning rate linearly to 0 over the run"""
     update_epochs: int = 4
@@ -146,7 +144,6 @@ def check_args(args):
         (0 <= args.gae_lambda <= 1, f"--gae-lambda must lie in [0, 1], not {args.gae_lambda}."),
         (args.num_return_samples >= 1, f"--num-return-samples must be at least 1, not {args.num_return_samples}."),
         (args.learning_rate > 0, f"--learning-rate must be positive, not {args.learning_rate}."),
-        (args.return_learning_rate > 0, f"--return-learning-rate must be positive, not {args.return_learning_rate}."),
         (args.clip_coef > 0, f"--clip-coef must be positive, not {args.clip_coef}."),
         (args.ent_coef >= 0, f"--ent-coef must be at least 0, not {args.ent_coef}."),
         (args.vf_coef >= 0, f"--vf-coef must be at least 0, not {args.vf_coef}."),
@@ -441,7 +438,7 @@ def make_optimizers(agent, args):
     policy_group = group(with_policy, args.learning_rate, (0.9, 0.999))
     return {
         # WGAN: the generator goes without momentum, with which it and the critic circle each other
-        "policy, trunk and generator": adam(policy_group, group(with_returns, args.return_learning_rate, (0.0, 0.99))),
+        "policy, trunk and generator": adam(policy_group, group(with_returns, args.learning_rate, (0.0, 0.99))),
         "critic": adam(group([model.critic], args.critic_learning_rate, (0.0, 0.99))),
     }
 
