@@ -81,7 +81,7 @@ class Args:
     num_return_samples: int = 8
     """return samples M >= 1 averaged per state in the policy's advantage (x always uses a single one)"""
     learning_rate: float = 3e-4
-    """Adam's step size for policy, trunk and every network that has none of its own"""
+    """Adam's step size for policy, trunk and generator"""
     anneal_lr: bool = True
     """decay every learning rate linearly to 0 over the run"""
     update_epochs: int = 10
@@ -108,8 +108,6 @@ class Args:
     """cap ū > 0 on the information gain of a step, in nats; inf for none"""
     latent_dim: int = 2
     """dimension of the latent z"""
-    generator_learning_rate: float = 1e-3
-    """Adam's step size for the generator (on MuJoCo also for the trunk, which is its own)"""
     adversarial_learning_rate: float = 1e-3
     """Adam's step size for discriminator, encoder and prior"""
     law_coef: float = 4.0
@@ -153,7 +151,6 @@ def check_args(args):
         (0 <= args.eta < math.inf, f"--eta must be 0 or a positive number, not {args.eta}."),
         (args.u_bar > 0, f"--u-bar must be positive (inf for no cap), not {args.u_bar}."),
         (args.latent_dim >= 1, f"--latent-dim must be at least 1, not {args.latent_dim}."),
-        (args.generator_learning_rate > 0, "--generator-learning-rate must be positive."),
         (args.adversarial_learning_rate > 0, "--adversarial-learning-rate must be positive."),
         (args.law_coef >= 0, f"--law-coef must be at least 0, not {args.law_coef}."),
         (args.r1_coef >= 0, f"--r1-coef must be at least 0, not {args.r1_coef}."),
@@ -460,7 +457,7 @@ def make_optimizers(agent, args):
     policy_group = group(with_policy, args.learning_rate, (0.9, 0.999))
     return {
         # BDPG:
-        "policy, trunk and generator": adam(policy_group, group(with_returns, args.generator_learning_rate, (0.9, 0.999))),
+        "policy, trunk and generator": adam(policy_group, group(with_returns, args.learning_rate, (0.9, 0.999))),
         "discriminator": adam(group([model.discriminator], args.adversarial_learning_rate, (0.0, 0.99))),
         "encoder and prior": adam(group([model.encoder, model.prior], args.adversarial_learning_rate, (0.0, 0.99))),
     }

@@ -81,7 +81,7 @@ class Args:
     num_return_samples: int = 8
     """return samples M >= 1 averaged per state in the policy's advantage (x always uses a single one)"""
     learning_rate: float = 3e-4
-    """Adam's step size for policy, trunk and every network that has none of its own"""
+    """Adam's step size for policy, trunk and generator"""
     anneal_lr: bool = True
     """decay every learning rate linearly to 0 over the run"""
     update_epochs: int = 10

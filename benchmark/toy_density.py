@@ -67,7 +67,7 @@ def train(args):
     model, optimizers = agent.return_model, bdpg.make_optimizers(agent, script_args)
     del agent.policy  # plays no part here
     main_optimizer = torch.optim.Adam(
-        [*agent.trunk.parameters(), *model.generator.parameters()], script_args.generator_learning_rate, eps=1e-5
+        [*agent.trunk.parameters(), *model.generator.parameters()], script_args.learning_rate, eps=1e-5
     )
     optimizers["policy, trunk and generator"] = main_optimizer
     learning_rates = {name: optimizer.param_groups[0]["lr"] for name, optimizer in optimizers.items()}
