@@ -442,7 +442,7 @@ class Agent(nn.Module):
         # Atari:
         self.trunk = Trunk()
         self.policy = Policy(int(envs.single_action_space.n))
-        hidden = (256, 128)
+        hidden = (256, 128)  # BDPG: widths of its networks
 
         self.reward_stats = RunningMeanStd()
         # BDPG:

@@ -391,7 +391,7 @@ class Agent(nn.Module):
         self.obs_stats = RunningMeanStd((obs_dim,))
         self.trunk = Trunk(obs_dim)
         self.policy = Policy(obs_dim, action_dim)
-        hidden = (64, 64)
+        hidden = (64, 64)  # WGAN: widths of its networks
 
         self.reward_stats = RunningMeanStd()
         # WGAN:

@@ -1,4 +1,4 @@
-"""What the tests share: both scripts as modules, small agents, short runs, and spies."""
+"""What the tests share: the scripts as modules, small agents, short runs, and spies."""
 
 import functools
 import importlib
@@ -13,7 +13,12 @@ import torch
 from gymnasium.spaces import Box, Discrete
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-SCRIPTS = ["bdpg_mujoco", "bdpg_atari"]
+BDPG = ["bdpg_mujoco", "bdpg_atari"]
+WGAN = ["ppo_wgan_mujoco", "ppo_wgan_atari"]
+QR = ["ppo_qr_atari"]
+SCRIPTS = BDPG + WGAN + QR
+ATARI = [name for name in SCRIPTS if name.endswith("_atari")]
+MUJOCO = [name for name in SCRIPTS if name.endswith("_mujoco")]
 torch.set_num_threads(1)  # bit-identical sums whatever the machine, and no fight for its cores
 # Cut after 7 steps, so that a short run sees truncated episodes inside its rollouts.
 gym.register("ShortPendulum-v0", "gymnasium.envs.classic_control:PendulumEnv", max_episode_steps=7)
@@ -22,7 +27,19 @@ gym.register("ShortHopper-v0", "gymnasium.envs.mujoco.hopper_v5:HopperEnv", max_
 
 @pytest.fixture(params=SCRIPTS)
 def script(request):
+    """Every script; a test narrows it down with parametrize("script", ATARI, indirect=True)."""
     return importlib.import_module(request.param)
+
+
+@pytest.fixture(params=BDPG)
+def bdpg(request):
+    return importlib.import_module(request.param)
+
+
+@pytest.fixture
+def shared():
+    """One script for all: of functions that are identical in every script (other tests see to that), one copy is tested."""
+    return importlib.import_module("bdpg_mujoco")
 
 
 @pytest.fixture
@@ -42,9 +59,17 @@ def fixed_seed():
 
 
 @pytest.fixture
-def short_games(monkeypatch, atari):
+def double_precision():
+    """Runs are in single precision; formulas can be held to more digits."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def short_games(monkeypatch):
     """Atari games are cut after 60 frames, which is 15 steps."""
-    monkeypatch.setattr(atari, "AtariVectorEnv", functools.partial(atari.AtariVectorEnv, max_num_frames_per_episode=60))
+    change_games(monkeypatch, max_num_frames_per_episode=60)
 
 
 @pytest.fixture
@@ -53,8 +78,31 @@ def lazy_disk(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """The folder of a hardly trained run of each script."""
+    folders = {}
+    for name in SCRIPTS:
+        script = importlib.import_module(name)
+        runs = tmp_path_factory.mktemp(name)
+        script.train(short_args(script, runs, iterations=2, **({} if is_atari(script) else {"env_id": "Hopper-v5"})))
+        (folders[name],) = runs.iterdir()
+    return folders
+
+
+def change_games(monkeypatch, **options):
+    """Makes Atari games with other options in every script."""
+    for name in ATARI:
+        script = importlib.import_module(name)
+        monkeypatch.setattr(script, "AtariVectorEnv", functools.partial(script.AtariVectorEnv, **options))
+
+
 def is_atari(script):
-    return script.__name__ == "bdpg_atari"
+    return script.__name__ in ATARI
+
+
+def is_bdpg(script):
+    return script.__name__ in BDPG
 
 
 def make_agent(script, residuals=(1.5, -0.5), **overrides):
@@ -65,13 +113,22 @@ def make_agent(script, residuals=(1.5, -0.5), **overrides):
     )
     args = script.Args(cuda=False, **overrides)
     agent = script.Agent(spaces, args)
-    agent.return_model.track_residuals(torch.as_tensor(residuals))
+    if hasattr(agent.return_model, "track_residuals"):
+        agent.return_model.track_residuals(torch.as_tensor(residuals))
     return agent, script.make_optimizers(agent, args), args
 
 
 def random_observations(script, n):
     """Observations as the trunk takes them."""
     return torch.randint(0, 256, (n, 84, 84, 4), dtype=torch.uint8) if is_atari(script) else torch.randn(n, 3)
+
+
+def copy_of(agent):
+    return {name: value.clone() for name, value in agent.state_dict().items()}
+
+
+def moved_names(agent, before):
+    return {name for name, value in agent.state_dict().items() if not torch.equal(value, before[name])}
 
 
 def rollout(T, N, seed=0, dtype=torch.float64, p_end=0.15):
@@ -104,7 +161,7 @@ def lambda_weights(gae_lambda, k):
 def short_args(script, run_dir, **overrides):
     """Arguments of a run that takes a second or two, on tasks that pay rewards within their first steps."""
     tiny = dict(num_envs=2, num_steps=16, minibatch_size=16, update_epochs=2, score_interval=1, cuda=False)
-    tiny |= dict(num_return_samples=1, eta=0.1, seed=3)
+    tiny |= dict(num_return_samples=1, seed=3) | (dict(eta=0.1) if is_bdpg(script) else {})
     tiny["env_id"] = "PhoenixNoFrameskip-v4" if is_atari(script) else "ShortPendulum-v0"
     iterations = overrides.pop("iterations", 3)
     tiny |= overrides

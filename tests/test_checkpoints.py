@@ -1,5 +1,6 @@
 """A run that is stopped, killed or out of disk goes on as if nothing had happened."""
 
+import importlib
 import math
 import os
 import shlex
@@ -13,14 +14,15 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import short_args, spy
+from conftest import MUJOCO, SCRIPTS, change_games, is_atari, is_bdpg, short_args, spy
 from gymnasium.envs.classic_control import PendulumEnv
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = dict(env_id="Pendulum-v1", num_envs=2, num_steps=32, minibatch_size=16, update_epochs=1, eta=0.1, seed=3)
+TINY = dict(env_id="Pendulum-v1", num_envs=2, num_steps=32, minibatch_size=16, update_epochs=1, seed=3)
 BATCH = 64
 PER_ITERATION = "charts/learning_rate"
+on_mujoco = pytest.mark.parametrize("script", MUJOCO, indirect=True)
 
 
 class FixedPendulum(PendulumEnv):
@@ -32,11 +34,12 @@ class FixedPendulum(PendulumEnv):
         return self._get_obs(), {}
 
 
-gym.register("FixedPendulum-v0", FixedPendulum, max_episode_steps=8)  # whole episodes fit into rollouts of 32 steps
+gym.register("FixedPendulum-v0", FixedPendulum, max_episode_steps=8)  # whole episodes fit into rollouts of 16 steps
 
 
 def tiny_args(script, folder, iterations, **overrides):
-    return script.Args(**TINY | dict(run_dir=folder, cuda=False, total_timesteps=iterations * BATCH, save_every=1) | overrides)
+    tiny = TINY | dict(run_dir=folder, cuda=False, total_timesteps=iterations * BATCH, save_every=1) | overrides
+    return script.Args(**tiny | (dict(eta=0.1) if is_bdpg(script) else {}))
 
 
 def run_folder(folder):
@@ -107,17 +110,20 @@ def test_learner_state_is_identical_at_the_resume_point(script, monkeypatch, tmp
         assert_same(optimizer.state_dict(), saved["optimizers"][name])
 
 
-def test_resumed_run_equals_the_straight_one(mujoco, monkeypatch, tmp_path):
+def test_resumed_run_equals_the_straight_one(script, monkeypatch, tmp_path):
     """Where the environments' restart changes nothing, the rest of the run is the same to the bit: weights, optimisers, random
     numbers, running statistics, counters, annealed learning rates and η_t."""
-    tiny = dict(env_id="FixedPendulum-v0", score_interval=3)
-    mujoco.train(tiny_args(mujoco, tmp_path / "straight", 5, **tiny))
+    change_games(monkeypatch, noop_max=0, max_num_frames_per_episode=64)  # each game is a rollout of 16 steps, from the same start
+    tiny = dict(iterations=5, save_every=1, score_interval=3)
+    if not is_atari(script):
+        tiny["env_id"] = "FixedPendulum-v0"
+    script.train(short_args(script, tmp_path / "straight", **tiny))
     straight = run_folder(tmp_path / "straight")
 
     class Interrupted(Exception):
         pass
 
-    save_checkpoint = mujoco.save_checkpoint
+    save_checkpoint = script.save_checkpoint
 
     def save_and_die(folder, checkpoint):
         save_checkpoint(folder, checkpoint)
@@ -125,47 +131,50 @@ def test_resumed_run_equals_the_straight_one(mujoco, monkeypatch, tmp_path):
             raise Interrupted
 
     with monkeypatch.context() as patch:
-        patch.setattr(mujoco, "save_checkpoint", save_and_die)
+        patch.setattr(script, "save_checkpoint", save_and_die)
         with pytest.raises(Interrupted):
-            mujoco.train(tiny_args(mujoco, tmp_path / "resumed", 5, **tiny))
+            script.train(short_args(script, tmp_path / "resumed", **tiny))
     resumed = run_folder(tmp_path / "resumed")
 
     time.sleep(1.1)  # TensorBoard orders a run's event files by the second of their making
-    resume(mujoco, monkeypatch, resumed)
+    resume(script, monkeypatch, resumed)
     assert newest(straight).name == newest(resumed).name
     a, b = load(newest(straight)), load(newest(resumed))
     for key in ("agent", "optimizers", "recent_scores", "interval_scores", "iteration", "global_step", "rng"):
         assert_same(a[key], b[key])
     log_a, log_b = scalars(straight), scalars(resumed)
-    assert log_a.keys() == log_b.keys() and {"curiosity/eta_t", "charts/learning_rate", "charts/averaged_score"} <= log_a.keys()
+    assert log_a.keys() == log_b.keys() and {"charts/learning_rate", "charts/averaged_score"} <= log_a.keys()
+    assert ("curiosity/eta_t" in log_a) == is_bdpg(script)
     for tag in log_a.keys() - {"charts/steps_per_second"}:
         assert log_a[tag] == log_b[tag], tag
 
 
-def test_annealing_statistics_and_counters_go_on(mujoco, monkeypatch, tmp_path):
-    mujoco.train(tiny_args(mujoco, tmp_path, 6, save_every=3))
+@on_mujoco
+def test_annealing_statistics_and_counters_go_on(script, monkeypatch, tmp_path):
+    script.train(tiny_args(script, tmp_path, 6, save_every=3))
     folder = run_folder(tmp_path)
     before = scalars(folder)
     newest(folder).unlink()  # as if the run had died after the checkpoint of iteration 3 and before that of iteration 6
     at_3 = load(newest(folder))
-    resume(mujoco, monkeypatch, folder)
+    resume(script, monkeypatch, folder)
     after, checkpoint = scalars(folder), load(newest(folder))
     assert checkpoint["iteration"] == 6 and checkpoint["global_step"] == 6 * BATCH
     assert after[PER_ITERATION] == before[PER_ITERATION]
     assert [value for _, value in after[PER_ITERATION]] == pytest.approx([3e-4 * (1 - i / 6) for i in range(6)])
-    assert after["curiosity/eta_t"] == before["curiosity/eta_t"]
-    for name in ("reward_stats", "u_stats"):
+    assert after.get("curiosity/eta_t") == before.get("curiosity/eta_t")
+    for name in ("reward_stats", "u_stats") if is_bdpg(script) else ("reward_stats",):
         assert checkpoint["agent"][f"{name}.count"] == at_3["agent"][f"{name}.count"] + 3 * BATCH == 6 * BATCH
     assert checkpoint["agent"]["obs_stats.count"] >= at_3["agent"]["obs_stats.count"] + 3 * BATCH
     assert checkpoint["seconds"] > at_3["seconds"]
     assert checkpoint["recent_scores"][: len(at_3["recent_scores"])] == at_3["recent_scores"]
 
 
-def test_curves_neither_jump_nor_overlap(mujoco, monkeypatch, tmp_path):
-    mujoco.train(tiny_args(mujoco, tmp_path, 6, save_every=3, env_id="ShortPendulum-v0"))
+@on_mujoco
+def test_curves_neither_jump_nor_overlap(script, monkeypatch, tmp_path):
+    script.train(tiny_args(script, tmp_path, 6, save_every=3, env_id="ShortPendulum-v0"))
     folder = run_folder(tmp_path)
     newest(folder).unlink()
-    resume(mujoco, monkeypatch, folder, "--total-timesteps", 8 * BATCH)
+    resume(script, monkeypatch, folder, "--total-timesteps", 8 * BATCH)
     assert run_folder(tmp_path) == folder  # no second folder
     log = scalars(folder)
     assert {step for step, _ in log[PER_ITERATION]} == {i * BATCH for i in range(1, 9)}
@@ -178,82 +187,97 @@ def test_curves_neither_jump_nor_overlap(mujoco, monkeypatch, tmp_path):
             assert all(a < b for a, b in zip(steps, steps[1:], strict=False)), tag
 
 
-def test_total_timesteps_may_grow(mujoco, monkeypatch, tmp_path):
-    mujoco.train(tiny_args(mujoco, tmp_path, 2))
+@on_mujoco
+def test_total_timesteps_may_grow(script, monkeypatch, tmp_path):
+    script.train(tiny_args(script, tmp_path, 2))
     folder = run_folder(tmp_path)
-    resume(mujoco, monkeypatch, folder, "--total-timesteps", 4 * BATCH)
+    resume(script, monkeypatch, folder, "--total-timesteps", 4 * BATCH)
     checkpoint = load(newest(folder))
     assert checkpoint["iteration"] == 4 and checkpoint["args"]["total_timesteps"] == 4 * BATCH
     rates = [value for _, value in scalars(folder)[PER_ITERATION]]
     assert rates == pytest.approx([3e-4, 1.5e-4, 1.5e-4, 0.75e-4])  # the second half anneals over the new length
 
 
-def test_other_arguments_may_not_change(mujoco, monkeypatch, tmp_path, capsys):
-    mujoco.train(tiny_args(mujoco, tmp_path, 2))
-    folder = run_folder(tmp_path)
-    files = {path: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(SystemExit) as exit:
-        resume(mujoco, monkeypatch, folder, "--total-timesteps", 4 * BATCH, "--gamma", 0.9, "--eta", 0)
-    message = capsys.readouterr().err
-    assert exit.value.code == 2 and message.startswith("error: ")
-    assert "gamma was 0.99, now 0.9" in message and "eta was 0.1, now 0.0" in message and "timesteps" not in message
-    assert files == {path: path.read_bytes() for path in folder.iterdir()}
-
-
-def test_finished_run_is_not_resumed(mujoco, monkeypatch, tmp_path, capsys):
-    mujoco.train(tiny_args(mujoco, tmp_path, 2))
-    folder = run_folder(tmp_path)
-    files = {path: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(SystemExit) as exit:
-        resume(mujoco, monkeypatch, folder)
-    assert exit.value.code == 2 and "--total-timesteps" in capsys.readouterr().err
-    assert files == {path: path.read_bytes() for path in folder.iterdir()}
-
-
-def test_bad_checkpoints_are_not_resumed(mujoco, atari, monkeypatch, tmp_path, capsys):
-    mujoco.train(tiny_args(mujoco, tmp_path / "runs", 2))
-    good = load(newest(run_folder(tmp_path / "runs")))
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    file = tmp_path / "checkpoint-1.pt"
-    wrong_shape = good["agent"] | {"policy.log_std": torch.zeros(7)}
-    bad = {
-        "truncated": newest(run_folder(tmp_path / "runs")).read_bytes()[:5000],
-        "random": bytes(range(256)) * 40,
-        "foreign": {"weights": torch.zeros(3)},
-        "no agent": {key: value for key, value in good.items() if key != "agent"},
-        "no arguments": {key: value for key, value in good.items() if key != "args"},
-        "unknown argument": good | {"args": good["args"] | {"warp": 9}},
-        "wrong shape": good | {"agent": wrong_shape},
-        "missing optimiser": good | {"optimizers": {}},
-    }
-    for path in (tmp_path / "missing", empty):
-        with pytest.raises(SystemExit, match="2"):
-            resume(mujoco, monkeypatch, path)
-        assert capsys.readouterr().err.startswith("error: there is no checkpoint")
-    for name, content in bad.items():
-        file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
-        with pytest.raises(SystemExit, match="2"):
-            resume(mujoco, monkeypatch, file, "--total-timesteps", 4 * BATCH)
-        message = capsys.readouterr().err
-        assert message.startswith("error: ") and len(message.splitlines()) == 1, name
-    torch.save(good, file)
+def refusal(name, monkeypatch, capsys, path, *options):
+    """The one sentence with which the script of this name refuses to resume; the folder stays as it is."""
+    folder = path if path.is_dir() else path.parent
+    contents = lambda: {file: file.is_file() and file.read_bytes() for file in folder.iterdir()}  # noqa: E731
+    before = contents()
     with pytest.raises(SystemExit, match="2"):
-        resume(atari, monkeypatch, file)
-    assert "was made by bdpg_mujoco.py, not by bdpg_atari.py" in capsys.readouterr().err
+        resume(importlib.import_module(name), monkeypatch, path, *options)
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("error: ")
+    assert before == contents()
+    return line
+
+
+def test_other_arguments_may_not_change(trained, monkeypatch, capsys):
+    expected = "error: a resumed run keeps its arguments, but num_envs was 2, now 4; gamma was 0.99, now 0.9."
+    for name in SCRIPTS:
+        changed = ("--total-timesteps", 4 * BATCH, "--gamma", 0.9, "--num-envs", 4)
+        assert refusal(name, monkeypatch, capsys, trained[name], *changed) == expected
+
+
+def test_curiosity_may_not_change(trained, monkeypatch, capsys):
+    message = refusal("bdpg_mujoco", monkeypatch, capsys, trained["bdpg_mujoco"], "--total-timesteps", 4 * BATCH, "--eta", 0)
+    assert "eta was 0.1, now 0.0" in message
+
+
+def test_finished_run_is_not_resumed(trained, monkeypatch, capsys):
+    expected = "error: this run is complete at 64 steps; to go on, give a larger --total-timesteps."
+    for name in SCRIPTS:
+        assert refusal(name, monkeypatch, capsys, trained[name]) == expected
+
+
+def test_bad_checkpoints_are_not_resumed(trained, monkeypatch, tmp_path, capsys):
+    """Every script refuses them, with the same sentence."""
+    empty, file = tmp_path / "empty", tmp_path / "checkpoint-1.pt"
+    empty.mkdir()
+    sentences = {}
+    for name in SCRIPTS:
+        good, content = load(newest(trained[name])), newest(trained[name]).read_bytes()
+        for path in (tmp_path / "missing", empty):
+            assert refusal(name, monkeypatch, capsys, path).startswith("error: there is no checkpoint")
+        bad = {
+            "truncated": content[:5000],
+            "random": bytes(range(256)) * 40,
+            "foreign": {"weights": torch.zeros(3)},
+            "no agent": {key: value for key, value in good.items() if key != "agent"},
+            "no arguments": {key: value for key, value in good.items() if key != "args"},
+            "unknown argument": good | {"args": good["args"] | {"warp": 9}},
+            "wrong shape": good | {"agent": good["agent"] | {"reward_stats.mean": torch.zeros(7)}},
+            "missing optimiser": good | {"optimizers": {}},
+            "missing part of the agent": good | {"agent": {key: v for key, v in good["agent"].items() if "generator" not in key}},
+        }
+        for kind, what in bad.items():
+            file.write_bytes(what) if isinstance(what, bytes) else torch.save(what, file)
+            message = refusal(name, monkeypatch, capsys, file, "--total-timesteps", 4 * BATCH)
+            assert sentences.setdefault(kind, message) == message, name
+            assert str(file) in message
+
+
+def test_checkpoints_of_other_scripts_are_not_resumed(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "checkpoint-1.pt"
+    for maker in SCRIPTS:
+        torch.save({"script": f"{maker}.py"}, file)
+        for name in set(SCRIPTS) - {maker}:
+            expected = f"was made by {maker}.py, not by {name}.py."
+            assert refusal(name, monkeypatch, capsys, file).endswith(expected)
 
 
 # --- saving ---
 
 
-def test_newest_three_are_kept_and_need_no_pickled_code(mujoco, tmp_path):
-    mujoco.train(tiny_args(mujoco, tmp_path, 5))
+@on_mujoco
+def test_newest_three_are_kept_and_need_no_pickled_code(script, tmp_path):
+    script.train(tiny_args(script, tmp_path, 5))
     folder = run_folder(tmp_path)
     assert [path.name for path in sorted(folder.glob("checkpoint-*"))] == [f"checkpoint-{i * BATCH:012d}.pt" for i in (3, 4, 5)]
     checkpoint = load(newest(folder))  # with weights_only=True
     held = {"agent", "optimizers", "args", "versions", "script", "command", "git", "rng", "iteration", "global_step"}
     assert held <= checkpoint.keys()
-    assert {"obs_stats.mean", "reward_stats.var", "u_stats.count"} <= checkpoint["agent"].keys()
+    assert {"obs_stats.mean", "reward_stats.var", "return_model.residual_scale"} <= checkpoint["agent"].keys()
+    assert ("u_stats.count" in checkpoint["agent"]) == is_bdpg(script)
 
 
 @pytest.mark.parametrize("where", ["os.replace", "os.fsync", "torch.save"])
@@ -306,7 +330,7 @@ def start(*options):
 
 
 def fresh_options(folder, **overrides):
-    options = TINY | {"total_timesteps": 10**7, "run_dir": folder} | overrides
+    options = TINY | {"eta": 0.1, "total_timesteps": 10**7, "run_dir": folder} | overrides
     return [item for name, value in options.items() for item in (f"--{name.replace('_', '-')}", value)]
 
 

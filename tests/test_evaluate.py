@@ -11,24 +11,11 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import SCRIPTS, n_step_target, rollout, short_args, spy
+from conftest import ATARI, BDPG, MUJOCO, SCRIPTS, n_step_target, rollout, short_args, spy
 
 import evaluate
 
 ROOT = Path(evaluate.__file__).resolve().parent
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """The folder of a hardly trained run of each script."""
-    folders = {}
-    for name in SCRIPTS:
-        script = __import__(name)
-        runs = tmp_path_factory.mktemp(name)
-        overrides = {} if name == "bdpg_atari" else {"env_id": "Hopper-v5"}
-        script.train(short_args(script, runs, iterations=2, **overrides))
-        (folders[name],) = runs.iterdir()
-    return folders
 
 
 @pytest.fixture
@@ -156,8 +143,11 @@ def test_looking_back_has_the_scale_of_training(trained, name):
         truth = evaluate.look_back(script, agent, args, record)
     torch.testing.assert_close(truth.x, truth.returns, rtol=1e-4, atol=1e-4)
     assert truth.returns.abs().max() < 100
-    assert truth.u.shape == truth.x.shape and (truth.u >= 0).all() and (truth.u <= args.u_bar).all()
-    if name == "bdpg_atari":
+    if name in BDPG:
+        assert truth.u.shape == truth.x.shape and (truth.u >= 0).all() and (truth.u <= args.u_bar).all()
+    else:
+        assert truth.u is None  # no encoder, no information gain
+    if name in ATARI:
         args.clip_reward = True
         signs = evaluate.look_back(script, agent, args, record)
         step = signs.returns[3] - args.gamma * signs.returns[4] * ~record.dones[3]
@@ -202,7 +192,7 @@ def drawable():
 def test_video_and_report(trained, name, tmp_path, request):
     import imageio.v3 as iio
 
-    if name == "bdpg_mujoco":
+    if name in MUJOCO:
         request.getfixturevalue("drawable")
     run(trained[name], episodes=1, video=True, video_steps=4, report=True, output=tmp_path / "e.json")
     frames = iio.imread(tmp_path / "e.mp4")
@@ -213,18 +203,6 @@ def test_video_and_report(trained, name, tmp_path, request):
     report = iio.imread(tmp_path / "e.png")
     assert report.shape[0] > 900 and report.shape[1] > 1200 and report.std() > 20
     assert sorted(path.name for path in tmp_path.iterdir()) == ["e.json", "e.mp4", "e.png"]
-
-
-def test_pictures_without_information_gain(trained, mujoco, monkeypatch, tmp_path):
-    """A script without an encoder, as the baselines are."""
-    monkeypatch.delattr(mujoco, "gaussian_kl")
-    monkeypatch.setattr(evaluate, "make_camera", lambda script, args, seed: (script.make_envs(args, None), still_camera, 15))
-    run(trained["bdpg_mujoco"], episodes=1, video=True, video_steps=2, report=True, output=tmp_path / "e.json")
-    assert (tmp_path / "e.mp4").stat().st_size > 1000 and (tmp_path / "e.png").stat().st_size > 10_000
-
-
-def still_camera(action):
-    return np.zeros((84, 84, 3), dtype=np.uint8)
 
 
 @pytest.mark.parametrize("env_id", ["BreakoutNoFrameskip-v4", "ALE/Breakout-v5"])
@@ -279,6 +257,7 @@ def test_hand_edited_checkpoints(hopper, tmp_path, capsys):
         ({"script": "../bdpg_mujoco.py"}, "not a training script"),
         ({"script": 3}, "not a training script"),
         ({"script": "bdpg_atari.py"}, "is not an Atari game"),
+        ({"script": "ppo_wgan_mujoco.py"}, "does not fit ppo_wgan_mujoco.py"),
         ({"args": args | {"warp": 9}}, "does not fit"),
         ({"args": None}, "does not fit"),
         ({"args": args | {"gamma": "much"}}, "does not fit"),

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import make_agent, random_observations
+from conftest import BDPG, WGAN, copy_of, is_atari, make_agent, moved_names, random_observations
 from torch.distributions import Independent, Normal, kl_divergence
 
 # Every parameter and buffer that an optimiser may move.
@@ -21,43 +21,43 @@ def gaussians(*shape):
     return torch.randn(shape), torch.rand(shape) + 0.2, torch.randn(shape), torch.rand(shape) + 0.2
 
 
-def test_kl_equals_that_of_torch_distributions(script):
+def test_kl_equals_that_of_torch_distributions(bdpg):
     mean_q, std_q, mean_p, std_p = parameters = gaussians(50, 4, 3)
     expected = kl_divergence(Independent(Normal(mean_q, std_q), 1), Independent(Normal(mean_p, std_p), 1))
-    torch.testing.assert_close(script.gaussian_kl(*parameters), expected)
+    torch.testing.assert_close(bdpg.gaussian_kl(*parameters), expected)
 
 
-def test_kl_is_the_mean_log_density_ratio(script):
+def test_kl_is_the_mean_log_density_ratio(bdpg):
     mean_q, std_q, mean_p, std_p = parameters = gaussians(3)
     z = Normal(mean_q, std_q).sample((200_000,))
     log_ratio = (Normal(mean_q, std_q).log_prob(z) - Normal(mean_p, std_p).log_prob(z)).sum(-1)
-    assert abs(script.gaussian_kl(*parameters) - log_ratio.mean()) < 5 * log_ratio.std() / len(z) ** 0.5
+    assert abs(bdpg.gaussian_kl(*parameters) - log_ratio.mean()) < 5 * log_ratio.std() / len(z) ** 0.5
 
 
 @pytest.mark.parametrize("t, expected", [(4, 0.588705), (10, 0.479853), (100, 0.214597), (10_000, 0.030349)])
-def test_curiosity_coefficient_by_hand(script, t, expected):
-    assert script.eta_at(1.0, t) == pytest.approx(expected, abs=1e-6)
-    assert script.eta_at(0.25, t) == pytest.approx(0.25 * expected, abs=1e-6)
+def test_curiosity_coefficient_by_hand(bdpg, t, expected):
+    assert bdpg.eta_at(1.0, t) == pytest.approx(expected, abs=1e-6)
+    assert bdpg.eta_at(0.25, t) == pytest.approx(0.25 * expected, abs=1e-6)
 
 
-def test_curiosity_coefficient_never_rises(script):
+def test_curiosity_coefficient_never_rises(bdpg):
     """log t / t itself rises up to t = e, and is 0 at t = 1: before t = 4 the coefficient stays where it is at 4."""
-    values = [script.eta_at(1.0, t) for t in range(1, 50)]
+    values = [bdpg.eta_at(1.0, t) for t in range(1, 50)]
     assert values[0] == values[1] == values[2] == values[3] > 0
     assert all(later < earlier for earlier, later in zip(values[3:], values[4:], strict=False))
 
 
-def information_gain(script, model, x, g, c):
+def information_gain(bdpg, model, x, g, c):
     centre = model.centre(c)
-    return script.gaussian_kl(*model.encode(model.relative(x, centre), c), *model.encode(model.relative(g, centre), c))
+    return bdpg.gaussian_kl(*model.encode(model.relative(x, centre), c), *model.encode(model.relative(g, centre), c))
 
 
-def test_information_gain_is_zero_only_for_what_was_expected(script):
-    agent, _, _ = make_agent(script)
+def test_information_gain_is_zero_only_for_what_was_expected(bdpg):
+    agent, _, _ = make_agent(bdpg)
     c, g = torch.randn(20, agent.trunk.output_dim), torch.randn(20)
     with torch.no_grad():
-        assert (information_gain(script, agent.return_model, g, g, c).abs() < 1e-6).all()
-        assert (information_gain(script, agent.return_model, g + 1, g, c) > 1e-4).all()
+        assert (information_gain(bdpg, agent.return_model, g, g, c).abs() < 1e-6).all()
+        assert (information_gain(bdpg, agent.return_model, g + 1, g, c) > 1e-4).all()
 
 
 def scale_of(model):
@@ -65,6 +65,7 @@ def scale_of(model):
     return 1 / model.relative(torch.ones(1), torch.zeros(1)).item()
 
 
+@pytest.mark.parametrize("script", BDPG + WGAN, indirect=True)
 def test_returns_are_seen_relative_to_the_state_in_units_of_the_residuals(script):
     agent, _, _ = make_agent(script)
     model, x, centre = agent.return_model, torch.randn(6), torch.randn(6)
@@ -82,8 +83,8 @@ def test_returns_are_seen_relative_to_the_state_in_units_of_the_residuals(script
     assert scale_of(model) == pytest.approx(scales[0], rel=1e-3)
 
 
-def test_latents_have_the_prior_they_are_said_to_have(script):
-    agent, _, _ = make_agent(script, latent_dim=3)
+def test_latents_have_the_prior_they_are_said_to_have(bdpg):
+    agent, _, _ = make_agent(bdpg, latent_dim=3)
     model, c = agent.return_model, torch.randn(2, agent.trunk.output_dim)
     with torch.no_grad():
         mean = model.prior(c)
@@ -99,38 +100,30 @@ def test_latents_have_the_prior_they_are_said_to_have(script):
 # --- which networks a loss moves ---
 
 
-def losses_of_a_minibatch(script, agent, args, n=8):
+def losses_of_a_minibatch(bdpg, agent, args, n=8):
     """The losses that train() computes, by the name of the optimiser that descends each."""
     model = agent.return_model
-    o, x, advantages = random_observations(script, n), torch.randn(n), torch.randn(n)
+    o, x, advantages = random_observations(bdpg, n), torch.randn(n), torch.randn(n)
     c = agent.trunk(o)
-    joints, z_tilde, x_tilde = script.sample_joints(model, x, torch.randn(n), c.detach())
+    joints, z_tilde, x_tilde = bdpg.sample_joints(model, x, torch.randn(n), c.detach())
     policy = agent.policy(o, c)
     log_prob = policy.log_prob(policy.sample())
-    policy_loss, _, _ = script.ppo_loss(log_prob, log_prob.detach() - 0.05 * torch.randn(n), advantages, args)
-    regression = sum(script.generator_losses(model, x, x_tilde, z_tilde, c, mean_coef=1.0))
+    policy_loss, _, _ = bdpg.ppo_loss(log_prob, log_prob.detach() - 0.05 * torch.randn(n), advantages, args)
+    regression = sum(bdpg.generator_losses(model, x, x_tilde, z_tilde, c, law_coef=1.0))
     return {
-        "discriminator": script.discriminator_loss(model, joints, c.detach(), args.r1_coef)[0],
-        "encoder and prior": script.encoder_prior_loss(model, joints, c.detach()),
+        "discriminator": bdpg.discriminator_loss(model, joints, c.detach(), args.r1_coef)[0],
+        "encoder and prior": bdpg.encoder_prior_loss(model, joints, c.detach()),
         "policy, trunk and generator": policy_loss - 0.01 * policy.entropy().mean() + args.vf_coef * regression,
         "ppo alone": policy_loss,
         "regression alone": regression,
     }
 
 
-def copy_of(agent):
-    return {name: value.clone() for name, value in agent.state_dict().items()}
-
-
-def moved_names(agent, before):
-    return {name for name, value in agent.state_dict().items() if not torch.equal(value, before[name])}
-
-
 @pytest.mark.parametrize("name", OWN)
-def test_each_optimiser_moves_exactly_its_own_networks(script, name):
-    agent, optimizers, args = make_agent(script)
+def test_each_optimiser_moves_exactly_its_own_networks(bdpg, name):
+    agent, optimizers, args = make_agent(bdpg)
     before = copy_of(agent)
-    script.descend(optimizers[name], losses_of_a_minibatch(script, agent, args)[name], args.max_grad_norm)
+    bdpg.descend(optimizers[name], losses_of_a_minibatch(bdpg, agent, args)[name], args.max_grad_norm)
     own = {key for key, _ in agent.named_parameters() if key.startswith(OWN[name])}
     moved = moved_names(agent, before)
     assert moved <= own
@@ -139,13 +132,13 @@ def test_each_optimiser_moves_exactly_its_own_networks(script, name):
 
 
 @pytest.mark.parametrize("name, reached", [("ppo alone", "policy."), ("regression alone", "return_model.generator.")])
-def test_policy_and_regression_losses_reach_their_head_and_the_trunk_only(script, name, reached):
-    agent, _, args = make_agent(script)
-    losses_of_a_minibatch(script, agent, args)[name].backward()
+def test_policy_and_regression_losses_reach_their_head_and_the_trunk_only(bdpg, name, reached):
+    agent, _, args = make_agent(bdpg)
+    losses_of_a_minibatch(bdpg, agent, args)[name].backward()
     with_gradient = {key.split(".")[0] + "." for key, p in agent.named_parameters() if p.grad is not None and p.grad.any()}
     heads = {key for key, p in agent.named_parameters() if p.grad is not None and p.grad.any() and not key.startswith("trunk.")}
     assert heads and all(key.startswith(reached) for key in heads)
-    shares_trunk = script.__name__ == "bdpg_atari" or name == "regression alone"  # the MuJoCo policy has a network of its own
+    shares_trunk = is_atari(bdpg) or name == "regression alone"  # the MuJoCo policy has a network of its own
     assert ("trunk." in with_gradient) == shares_trunk
 
 
@@ -155,37 +148,37 @@ def test_optimisers_share_no_parameter_and_forget_none(script):
     assert len({id(p) for p in owned}) == len(owned) == len(list(agent.parameters()))
 
 
-def test_the_prior_learns_through_the_generator_which_stays_fixed(script):
+def test_the_prior_learns_through_the_generator_which_stays_fixed(bdpg):
     """Of joints[0] only x̃ is kept: what gradient is left in the prior came through G."""
-    agent, optimizers, args = make_agent(script)
+    agent, optimizers, args = make_agent(bdpg)
     model = agent.return_model
-    c = agent.trunk(random_observations(script, 8)).detach()
-    joints, _, _ = script.sample_joints(model, torch.randn(8), torch.randn(8), c)
+    c = agent.trunk(random_observations(bdpg, 8)).detach()
+    joints, _, _ = bdpg.sample_joints(model, torch.randn(8), torch.randn(8), c)
     model.prior.zero_grad()
     joints[0][:, 0].square().sum().backward(inputs=list(model.prior.parameters()), retain_graph=True)
     assert all(p.grad.any() for p in model.prior.parameters())
     before = copy_of(agent)
-    script.descend(optimizers["encoder and prior"], joints[0][:, 0].square().sum(), args.max_grad_norm)
+    bdpg.descend(optimizers["encoder and prior"], joints[0][:, 0].square().sum(), args.max_grad_norm)
     assert {name.rsplit(".", 2)[0] for name in moved_names(agent, before)} == {"return_model.prior"}
 
 
-def test_the_encoder_learns_through_its_latent(script):
-    agent, _, _ = make_agent(script)
+def test_the_encoder_learns_through_its_latent(bdpg):
+    agent, _, _ = make_agent(bdpg)
     c = torch.randn(8, agent.trunk.output_dim)
-    joints, _, _ = script.sample_joints(agent.return_model, torch.randn(8), torch.randn(8), c)
+    joints, _, _ = bdpg.sample_joints(agent.return_model, torch.randn(8), torch.randn(8), c)
     joints[1].sum().backward()
     assert {n.split(".")[1] for n, p in agent.named_parameters() if p.grad is not None and p.grad.any()} == {"encoder"}
 
 
-def test_joints_hold_what_they_say(script, monkeypatch):
+def test_joints_hold_what_they_say(bdpg, monkeypatch):
     """With a generator that returns the sum of z and an encoder of known mean, the joints can be written down."""
-    agent, _, _ = make_agent(script)
+    agent, _, _ = make_agent(bdpg)
     model, n = agent.return_model, 4000
     monkeypatch.setattr(model.generator, "forward", lambda z, c: z.sum(-1, keepdim=True))
     monkeypatch.setattr(model.encoder, "forward", lambda x, c: torch.cat([x, -x, torch.zeros_like(x).repeat(1, 2)], -1))
     c, x, centre = torch.randn(1, agent.trunk.output_dim).repeat(n, 1), torch.randn(n), torch.randn(n, 1)
     with torch.no_grad():
-        joints, z_tilde, generated = script.sample_joints(model, x, centre[:, 0], c)
+        joints, z_tilde, generated = bdpg.sample_joints(model, x, centre[:, 0], c)
         prior_mean, scale = model.prior(c), scale_of(model)
         _, posterior_std = model.encode(torch.zeros(1, 1), c)
     (x_tilde, z), (relative_x, z_posterior) = (joint.split([1, 2], -1) for joint in joints)
@@ -201,38 +194,38 @@ def test_joints_hold_what_they_say(script, monkeypatch):
 # --- loss values ---
 
 
-def test_adversarial_losses_are_cross_entropies(script):
+def test_adversarial_losses_are_cross_entropies(bdpg):
     """D is trained to say 1 to (x̃, z) and 0 to (x, z̃); encoder and prior to make it say the opposite."""
-    agent, _, _ = make_agent(script)
+    agent, _, _ = make_agent(bdpg)
     model, c = agent.return_model, torch.randn(16, agent.trunk.output_dim)
     joints = torch.randn(2, 16, 3)
     with torch.no_grad():
         generated, inferred = (model.discriminate(joint, c) for joint in joints)
     d_generated, d_inferred = (1 / (1 + np.exp(-logits.double().numpy())) for logits in (generated, inferred))
-    loss, accuracy = script.discriminator_loss(model, joints, c, r1_coef=0.0)
+    loss, accuracy = bdpg.discriminator_loss(model, joints, c, r1_coef=0.0)
     assert loss.item() == pytest.approx(-np.mean(np.log(d_generated)) - np.mean(np.log(1 - d_inferred)), rel=1e-5)
     assert accuracy.item() == pytest.approx((np.mean(d_generated > 0.5) + np.mean(d_inferred < 0.5)) / 2)
     fooled = -np.mean(np.log(1 - d_generated)) - np.mean(np.log(d_inferred))
-    assert script.encoder_prior_loss(model, joints, c).item() == pytest.approx(fooled, rel=1e-5)
+    assert bdpg.encoder_prior_loss(model, joints, c).item() == pytest.approx(fooled, rel=1e-5)
 
 
-def test_slope_penalty_of_a_known_discriminator(script, monkeypatch):
+def test_slope_penalty_of_a_known_discriminator(bdpg, monkeypatch):
     """D = w·(x, z) + q x² has the slope w + (2 q x, 0, 0), whose mean square can be written down."""
-    agent, _, _ = make_agent(script)
+    agent, _, _ = make_agent(bdpg)
     model, joints, c = agent.return_model, torch.randn(2, 16, 3), torch.randn(16, agent.trunk.output_dim)
     w, q = torch.tensor([0.3, -1.2, 0.7]), 0.4
     monkeypatch.setattr(model.discriminator, "forward", lambda rows, c: ((rows * w).sum(-1) + q * rows[..., 0] ** 2)[..., None])
     slopes = w.expand(2, 16, 3).clone()
     slopes[..., 0] += 2 * q * joints[..., 0]
-    penalty = script.discriminator_loss(model, joints, c, 0.5)[0] - script.discriminator_loss(model, joints, c, 0.0)[0]
+    penalty = bdpg.discriminator_loss(model, joints, c, 0.5)[0] - bdpg.discriminator_loss(model, joints, c, 0.0)[0]
     torch.testing.assert_close(penalty, 0.5 * (slopes**2).sum(-1).mean())
 
 
-def test_slope_penalty_of_the_network_by_finite_differences(script):
-    agent, _, _ = make_agent(script)
+def test_slope_penalty_of_the_network_by_finite_differences(bdpg):
+    agent, _, _ = make_agent(bdpg)
     model = agent.return_model.double()
     joints, c, step = torch.randn(2, 6, 3).double(), torch.randn(6, agent.trunk.output_dim).double(), 1e-6
-    penalty = script.discriminator_loss(model, joints, c, 1.0)[0] - script.discriminator_loss(model, joints, c, 0.0)[0]
+    penalty = bdpg.discriminator_loss(model, joints, c, 1.0)[0] - bdpg.discriminator_loss(model, joints, c, 0.0)[0]
     with torch.no_grad():
         shifts = step * torch.eye(3).double()
         slopes = [(model.discriminate(joints + s, c) - model.discriminate(joints - s, c)) / (2 * step) for s in shifts]
@@ -240,14 +233,14 @@ def test_slope_penalty_of_the_network_by_finite_differences(script):
 
 
 @pytest.mark.parametrize("mean_coef", [0.0, 0.7])
-def test_generator_losses_of_a_known_generator(script, monkeypatch, mean_coef):
+def test_generator_losses_of_a_known_generator(bdpg, monkeypatch, mean_coef):
     """G(z) = b + z_1 + z_2 at one state: E[G] = b + m with m = E[z_1 + z_2], so d/db (E[G] - E[x])² = 2 (b + m - E[x])."""
-    agent, _, _ = make_agent(script)
+    agent, _, _ = make_agent(bdpg)
     model, n, b = agent.return_model, 40_000, torch.tensor(1.5, requires_grad=True)
     monkeypatch.setattr(model.generator, "forward", lambda z, c: b + z.sum(-1, keepdim=True))
     c, x, z_tilde = torch.randn(1, agent.trunk.output_dim).expand(n, -1), 0.3 * torch.randn(n) - 2, torch.randn(n, 2)
-    _, _, x_tilde = script.sample_joints(model, x, torch.zeros(n), c)
-    regression, mean_matching = script.generator_losses(model, x, x_tilde, z_tilde, c, mean_coef)
+    _, _, x_tilde = bdpg.sample_joints(model, x, torch.zeros(n), c)
+    regression, mean_matching = bdpg.generator_losses(model, x, x_tilde, z_tilde, c, mean_coef)
     assert regression.item() == pytest.approx(np.mean((x - 1.5 - z_tilde.sum(-1)).numpy() ** 2), rel=1e-5)
     if mean_coef == 0:
         assert mean_matching == 0
@@ -258,11 +251,11 @@ def test_generator_losses_of_a_known_generator(script, monkeypatch, mean_coef):
 
 
 @pytest.mark.parametrize("norm_adv", [True, False])
-def test_ppo_loss_equals_the_formula(script, norm_adv):
-    args = script.Args(norm_adv=norm_adv, clip_coef=0.15, cuda=False)
+def test_ppo_loss_equals_the_formula(shared, norm_adv):
+    args = shared.Args(norm_adv=norm_adv, clip_coef=0.15, cuda=False)
     old, new, advantages = np.random.randn(3, 200) * [[1.0], [1.0], [3.0]] + [[0.0], [0.0], [2.0]]
     new = old + 0.2 * new
-    loss, approx_kl, clip_fraction = script.ppo_loss(*(torch.tensor(v) for v in (new, old, advantages)), args)
+    loss, approx_kl, clip_fraction = shared.ppo_loss(*(torch.tensor(v) for v in (new, old, advantages)), args)
     if norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std(ddof=1) + 1e-8)
     surrogate = []
@@ -275,11 +268,11 @@ def test_ppo_loss_equals_the_formula(script, norm_adv):
 
 
 @pytest.mark.parametrize("size, limit, factor", [(100.0, 0.5, 0.005), (0.1, 0.5, 1.0)])
-def test_descend_clips_the_gradient_norm(script, size, limit, factor):
+def test_descend_clips_the_gradient_norm(shared, size, limit, factor):
     weight, other = torch.zeros(4, requires_grad=True), torch.ones(4, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=1.0)
     direction = torch.tensor([0.5, -0.5, 0.5, 0.5])  # of length 1
-    norm = script.descend(optimizer, (size * direction * weight * other).sum(), limit)
+    norm = shared.descend(optimizer, (size * direction * weight * other).sum(), limit)
     assert norm == pytest.approx(size)  # the norm before clipping
     torch.testing.assert_close(weight.detach(), -size * factor * direction)
     assert other.grad is None
@@ -288,14 +281,14 @@ def test_descend_clips_the_gradient_norm(script, size, limit, factor):
 # --- metrics of the return distribution ---
 
 
-def metrics_of(script, samples, x):
-    metrics = script.distribution_metrics(samples, x)
+def metrics_of(shared, samples, x):
+    metrics = shared.distribution_metrics(samples, x)
     return {name.removeprefix("return_model/"): float(value) for name, value in metrics.items()}
 
 
-def test_metrics_of_the_true_distribution(script):
+def test_metrics_of_the_true_distribution(shared):
     means, spread = 3 * torch.randn(2000), 0.7
-    metrics = metrics_of(script, means + spread * torch.randn(512, 2000), means + spread * torch.randn(2000))
+    metrics = metrics_of(shared, means + spread * torch.randn(512, 2000), means + spread * torch.randn(2000))
     std = math.sqrt(9 + spread**2)
     assert metrics["coverage_80"] == pytest.approx(0.8, abs=5 * math.sqrt(0.16 / 2000) + 0.01)
     assert metrics["w1"] < 0.05 * spread / std * 5
@@ -303,18 +296,18 @@ def test_metrics_of_the_true_distribution(script):
     assert metrics["explained_variance"] == pytest.approx(1 - spread**2 / std**2, abs=0.02)
 
 
-def test_metrics_of_a_model_collapsed_to_the_mean(script):
+def test_metrics_of_a_model_collapsed_to_the_mean(shared):
     means, x = torch.zeros(2000), 3 * torch.randn(2000)
-    metrics = metrics_of(script, means.expand(64, 2000), x)
+    metrics = metrics_of(shared, means.expand(64, 2000), x)
     assert metrics["coverage_80"] == 0 and metrics["spread"] == 0
     assert metrics["explained_variance"] == pytest.approx(0, abs=1e-5)
     # the distance from a point at 0 to a normal distribution is E|x| = std sqrt(2 / π)
     assert metrics["w1"] == pytest.approx(math.sqrt(2 / math.pi), rel=0.06)
 
 
-def test_metrics_of_a_model_that_is_off_by_a_constant(script):
+def test_metrics_of_a_model_that_is_off_by_a_constant(shared):
     shift, std = 2.0, 3.0
     x = std * torch.randn(5000)
-    metrics = metrics_of(script, 0.01 * torch.randn(64, 5000) + x - shift, x)
+    metrics = metrics_of(shared, 0.01 * torch.randn(64, 5000) + x - shift, x)
     assert metrics["w1"] == pytest.approx(shift / std, rel=0.05)
     assert metrics["coverage_80"] == 0

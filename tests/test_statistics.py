@@ -8,8 +8,8 @@ from conftest import make_agent, rollout
 
 @pytest.mark.parametrize("shape", [(), (4,)])
 @pytest.mark.parametrize("offset, scale", [(0.0, 1.0), (1e6, 1.0), (-3.0, 1e-3)])
-def test_running_statistics_equal_those_of_the_whole_stream(script, shape, offset, scale):
-    stats = script.RunningMeanStd(shape)
+def test_running_statistics_equal_those_of_the_whole_stream(shared, shape, offset, scale):
+    stats = shared.RunningMeanStd(shape)
     batches = [offset + scale * np.random.standard_normal((size, *shape)) for size in (1, 7, 1, 300, 16, 2)]
     for end, batch in enumerate(batches, start=1):
         stats.update(torch.as_tensor(batch))
@@ -21,10 +21,10 @@ def test_running_statistics_equal_those_of_the_whole_stream(script, shape, offse
         assert stats.count == len(seen)
 
 
-def test_float32_batches_are_summed_in_double(script):
+def test_float32_batches_are_summed_in_double(shared):
     """1e6 + noise keeps 4 bits of noise in a float32: what is left of it must not be lost to the sums."""
     batch = (1e6 + 4 * torch.randn(5000)).float()
-    stats = script.RunningMeanStd()
+    stats = shared.RunningMeanStd()
     for part in batch.split(17):
         stats.update(part)
     np.testing.assert_allclose(stats.var.item(), batch.double().numpy().var(), rtol=1e-9)
@@ -40,12 +40,12 @@ def test_statistics_are_saved_with_the_agent(script):
 
 
 @pytest.mark.parametrize("gamma", [0.9, 1.0])
-def test_discounted_sums_go_on_across_rollouts_and_stop_at_episode_ends(script, gamma):
+def test_discounted_sums_go_on_across_rollouts_and_stop_at_episode_ends(shared, gamma):
     T, N = 30, 3
     rewards, _, _, _, dones = rollout(T, N)
     carried, parts = torch.zeros(N, dtype=torch.float64), []
     for begin, end in ((0, 1), (1, 13), (13, T)):  # uneven rollouts, with borders inside episodes
-        sums, carried = script.discounted_sums(rewards[begin:end], dones[begin:end], carried, gamma)
+        sums, carried = shared.discounted_sums(rewards[begin:end], dones[begin:end], carried, gamma)
         parts.append(sums)
     for i in range(N):
         for t in range(T):

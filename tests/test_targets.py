@@ -8,15 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 T, N = 12, 3
 WINDOWS = [1, 2, 5, T - 1, T, T + 3]
 DISCOUNTS = [(0.99, 0.95), (0.9, 0.5), (1.0, 1.0), (0.97, 1.0), (0.97, 0.0), (0.0, 0.9)]
+pytestmark = pytest.mark.usefixtures("double_precision")
 close = dict(rtol=1e-12, atol=1e-12)
-
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    """Runs are in single precision; here the formulas are held to 12 digits."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def lambda_target(rewards, next_g, terminations, dones, gamma, gae_lambda, k, t, i):
@@ -43,37 +36,37 @@ def for_every_step(value, like):
 @pytest.mark.parametrize("k", WINDOWS)
 @pytest.mark.parametrize("gamma, gae_lambda", DISCOUNTS)
 @pytest.mark.parametrize("p_end", [0.0, 0.15, 0.6])
-def test_advantages_equal_the_double_loop(script, k, gamma, gae_lambda, p_end):
+def test_advantages_equal_the_double_loop(shared, k, gamma, gae_lambda, p_end):
     batch = rollout(T, N, seed=k, p_end=p_end)
     options = (gamma, gae_lambda, k)
     expected = for_every_step(lambda t, i: brute_force_advantage(*batch, *options, t, i), batch[0])
-    torch.testing.assert_close(script.k_step_gae(*batch, *options), expected, **close)
+    torch.testing.assert_close(shared.k_step_gae(*batch, *options), expected, **close)
 
 
 @pytest.mark.parametrize("k", WINDOWS)
 @pytest.mark.parametrize("gamma, gae_lambda", DISCOUNTS)
-def test_bellman_targets_are_the_lambda_mixture_of_n_step_targets(script, k, gamma, gae_lambda):
+def test_bellman_targets_are_the_lambda_mixture_of_n_step_targets(shared, k, gamma, gae_lambda):
     """The telescoped form needs next_g[t] = g[t+1] inside an episode, which is what a rollout has."""
     rewards, g, next_g, terminations, dones = batch = rollout(T, N, seed=k)
-    x = script.k_step_gae(*batch, gamma, gae_lambda, k) + g
+    x = shared.k_step_gae(*batch, gamma, gae_lambda, k) + g
     expected = for_every_step(lambda t, i: lambda_target(rewards, next_g, terminations, dones, gamma, gae_lambda, k, t, i), rewards)
     torch.testing.assert_close(x, expected, **close)
 
 
-def test_single_step_target_is_reward_plus_discounted_next_return(script):
+def test_single_step_target_is_reward_plus_discounted_next_return(shared):
     rewards, g, next_g, terminations, dones = batch = rollout(T, N)
-    x = script.k_step_gae(*batch, 0.9, 0.95, 1) + g
+    x = shared.k_step_gae(*batch, 0.9, 0.95, 1) + g
     torch.testing.assert_close(x, rewards + 0.9 * torch.where(terminations, 0, next_g), **close)
 
 
-def test_truncated_steps_bootstrap_and_terminated_ones_do_not(script):
+def test_truncated_steps_bootstrap_and_terminated_ones_do_not(shared):
     """By how a target answers when the return of the next state is shifted: by γ after a truncation, not after a termination."""
     rewards, g, next_g, terminations, dones = rollout(T, N, p_end=0.5)
     assert terminations.any() and (dones & ~terminations).any()
     ends = (terminations, dones, 0.9, 0.7, T)
     shifted = next_g + dones  # only next states of ended episodes
-    moved_gae = script.k_step_gae(rewards, g, shifted, *ends) - script.k_step_gae(rewards, g, next_g, *ends)
-    draw = lambda bootstrap: (torch.manual_seed(5), script.sr_targets(rewards, bootstrap, *ends))[1]  # noqa: E731
+    moved_gae = shared.k_step_gae(rewards, g, shifted, *ends) - shared.k_step_gae(rewards, g, next_g, *ends)
+    draw = lambda bootstrap: (torch.manual_seed(5), shared.sr_targets(rewards, bootstrap, *ends))[1]  # noqa: E731
     moved_sr = draw(shifted) - draw(next_g)
     for moved in (moved_gae, moved_sr):
         torch.testing.assert_close(moved[dones], 0.9 * (~terminations[dones]).double(), **close)
@@ -81,13 +74,13 @@ def test_truncated_steps_bootstrap_and_terminated_ones_do_not(script):
 
 @pytest.mark.parametrize("k", WINDOWS)
 @pytest.mark.parametrize("gae_lambda", [0.3, 0.9])
-def test_sampled_targets_are_n_step_targets_with_geometric_frequencies(script, k, gae_lambda):
+def test_sampled_targets_are_n_step_targets_with_geometric_frequencies(shared, k, gae_lambda):
     """Every draw is one of the enumerated n-step targets, each as often as its weight says; so is their mean the λ target."""
     draws, gamma = 4000, 0.9
     rewards, g, next_g, terminations, dones = rollout(T, N, seed=k + 1)
     batch = (rewards, next_g, terminations, dones)
     copies = [v.repeat(1, draws) for v in batch]  # columns are independent, so one call draws for all copies
-    x = script.sr_targets(*copies, gamma, gae_lambda, k).reshape(T, draws, N)
+    x = shared.sr_targets(*copies, gamma, gae_lambda, k).reshape(T, draws, N)
     for t in range(T):
         for i in range(N):
             weight_of = {}  # n that reach past an end give the same target: their weights add up
@@ -108,20 +101,20 @@ def test_sampled_targets_are_n_step_targets_with_geometric_frequencies(script, k
 
 
 @pytest.mark.parametrize("gae_lambda, k, n", [(1.0, T, T), (1.0, 4, 4), (1.0, T + 3, T), (0.0, T, 1), (0.0, 4, 1), (0.8, 1, 1)])
-def test_sampled_targets_without_chance(script, gae_lambda, k, n):
+def test_sampled_targets_without_chance(shared, gae_lambda, k, n):
     rewards, g, next_g, terminations, dones = rollout(T, N)
     batch = (rewards, next_g, terminations, dones)
     expected = for_every_step(lambda t, i: n_step_target(*batch, 0.9, t, i, n), rewards)
-    torch.testing.assert_close(script.sr_targets(*batch, 0.9, gae_lambda, k), expected, **close)
+    torch.testing.assert_close(shared.sr_targets(*batch, 0.9, gae_lambda, k), expected, **close)
 
 
-def test_float32_windows_do_not_cancel(script):
+def test_float32_windows_do_not_cancel(shared):
     """A window is a difference of two long sums: in single precision it must still be right where returns are large."""
     batch = rollout(256, 4, dtype=torch.float32, p_end=0.0)
     batch = (batch[0] + 10, batch[1] + 500, batch[2] + 500, *batch[3:])
-    exact = script.k_step_gae(*(v.double() if v.is_floating_point() else v for v in batch), 0.99, 1.0, 5)
+    exact = shared.k_step_gae(*(v.double() if v.is_floating_point() else v for v in batch), 0.99, 1.0, 5)
     torch.set_default_dtype(torch.float32)
-    torch.testing.assert_close(script.k_step_gae(*batch, 0.99, 1.0, 5).double(), exact, rtol=0, atol=0.05)
+    torch.testing.assert_close(shared.k_step_gae(*batch, 0.99, 1.0, 5).double(), exact, rtol=0, atol=0.05)
 
 
 class CountOperations(TorchDispatchMode):
@@ -137,12 +130,12 @@ class CountOperations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["k_step_gae", "sr_targets"])
-def test_work_is_linear_in_the_rollout_for_every_window(script, name):
+def test_work_is_linear_in_the_rollout_for_every_window(shared, name):
     def work(steps, k):
         rewards, g, next_g, terminations, dones = rollout(steps, N)
         inputs = (rewards, g, next_g) if name == "k_step_gae" else (rewards, next_g)
         with CountOperations() as counter:
-            getattr(script, name)(*inputs, terminations, dones, 0.9, 0.8, k)
+            getattr(shared, name)(*inputs, terminations, dones, 0.9, 0.8, k)
         return counter.operations, counter.elements
 
     whole_operations, whole_elements = work(128, 128)

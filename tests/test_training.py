@@ -10,19 +10,37 @@ import numpy as np
 import pytest
 import torch
 from ale_py.vector_env import AtariVectorEnv
-from conftest import is_atari, read_scalars, short_args, spy
+from conftest import ATARI, BDPG, MUJOCO, SCRIPTS, is_atari, is_bdpg, read_scalars, short_args, spy
 
 pytestmark = pytest.mark.usefixtures("short_games", "lazy_disk")
+on_atari = pytest.mark.parametrize("script", ATARI, indirect=True)
 
 METRICS = {
     *("charts/episodic_return", "charts/episodic_length", "charts/averaged_score"),
     *("charts/learning_rate", "charts/reward_scale", "charts/steps_per_second"),
-    *(f"losses/{name}" for name in ("discriminator", "encoder_prior", "generator", "mean_matching", "policy")),
-    *(f"losses/{name}" for name in ("entropy", "approx_kl", "clip_fraction", "discriminator_accuracy", "encoder_prior_grad_norm")),
+    *(f"losses/{name}" for name in ("generator", "policy", "entropy", "approx_kl", "clip_fraction")),
     *(f"return_model/{name}" for name in ("explained_variance", "coverage_80", "w1", "spread")),
-    *(f"return_model/{name}" for name in ("prior_mean_abs", "encoder_std_min", "residual_scale")),
+}
+OWN_METRICS = {
+    "bdpg": {
+        *(f"losses/{name}" for name in ("discriminator", "encoder_prior", "law_matching")),
+        *(f"losses/{name}" for name in ("discriminator_accuracy", "encoder_prior_grad_norm")),
+        *(f"return_model/{name}" for name in ("prior_mean_abs", "encoder_std_min", "residual_scale")),
+    },
+    "ppo_wgan": {"losses/critic", "losses/critic_w1", "return_model/residual_scale"},
+    "ppo_qr": set(),
 }
 CURIOSITY_METRICS = {"curiosity/information_gain", "curiosity/information_gain_p99", "curiosity/eta_t"}
+
+
+def metrics_of(script):
+    """All that a run without curiosity logs."""
+    return METRICS | OWN_METRICS[script.__name__.rpartition("_")[0]]
+
+
+def without_curiosity(script):
+    """Overrides for short_args; only BDPG has a curiosity to switch off."""
+    return dict(eta=0.0) if is_bdpg(script) else {}
 
 
 def test_same_seed_same_run_bit_for_bit(script, tmp_path):
@@ -38,7 +56,7 @@ def test_run_folder_is_complete(script, tmp_path):
     args = short_args(script, tmp_path)
     script.train(args)
     scalars = read_scalars(tmp_path)
-    assert set(scalars) == METRICS | CURIOSITY_METRICS
+    assert set(scalars) == metrics_of(script) | (CURIOSITY_METRICS if is_bdpg(script) else set())
     assert all(np.isfinite(value) for values in scalars.values() for _, value in values)
     assert [step for step, _ in scalars["losses/policy"]] == [32, 64, 96]
     fractions = np.array([value for _, value in scalars["charts/learning_rate"]]) / args.learning_rate
@@ -47,10 +65,24 @@ def test_run_folder_is_complete(script, tmp_path):
     (run_json,) = tmp_path.rglob("run.json")
     record = json.loads(run_json.read_text())
     assert record["script"] == Path(script.__file__).name
-    assert {"env_id": args.env_id, "seed": 3, "eta": 0.1, "run_dir": str(tmp_path)}.items() <= record["args"].items()
+    assert record["args"] == json.loads(json.dumps(vars(args), default=str)) and record["args"]["seed"] == 3
     assert record["versions"]["python"] == platform.python_version() and record["versions"]["torch"] == version("torch")
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(script.__file__).parent, capture_output=True, text=True)
     assert record["git"] == (git.stdout.strip() or None)
+
+
+@pytest.mark.parametrize("anneal_lr, fractions", [(True, [1, 2 / 3, 1 / 3]), (False, [1, 1, 1])])
+def test_every_learning_rate_is_annealed(script, tmp_path, monkeypatch, anneal_lr, fractions):
+    descend, rates = script.descend, []
+
+    def watched(optimizer, *args):
+        rates.append([group["lr"] / optimizer.defaults["lr"] for group in optimizer.param_groups])
+        return descend(optimizer, *args)
+
+    monkeypatch.setattr(script, "descend", watched)
+    script.train(short_args(script, tmp_path, update_epochs=1, minibatch_size=32, anneal_lr=anneal_lr))
+    for step, of_groups in enumerate(rates):
+        assert of_groups == pytest.approx([fractions[3 * step // len(rates)]] * len(of_groups))
 
 
 def test_scores_are_whole_episodes_and_their_mean_per_interval(script, tmp_path, monkeypatch):
@@ -77,15 +109,18 @@ def test_scores_are_whole_episodes_and_their_mean_per_interval(script, tmp_path,
 
 def spied_run(script, tmp_path, monkeypatch, **overrides):
     """A run whose k_step_gae calls are recorded: two per iteration, first for x, then for the policy."""
-    gae, kl = spy(monkeypatch, script, "k_step_gae"), spy(monkeypatch, script, "gaussian_kl")
+    gae = spy(monkeypatch, script, "k_step_gae")
+    kl = spy(monkeypatch, script, "gaussian_kl") if is_bdpg(script) else []
     agent = script.train(short_args(script, tmp_path, **overrides))
     return agent, [call[0][0] for call in gae[0::2]], [call[0][0] for call in gae[1::2]], gae, kl
 
 
-@pytest.mark.parametrize("eta", [0.0, 0.3])
-def test_targets_use_the_rewards_of_the_task_whatever_the_curiosity(script, tmp_path, monkeypatch, eta):
+@pytest.mark.parametrize(
+    "script, overrides", [(name, {}) for name in SCRIPTS] + [(name, dict(eta=0.0)) for name in BDPG], indirect=["script"]
+)
+def test_targets_use_the_rewards_of_the_task_whatever_the_curiosity(script, tmp_path, monkeypatch, overrides):
     paid = spy(monkeypatch, script, "step_envs")
-    _, target_rewards, _, _, _ = spied_run(script, tmp_path, monkeypatch, eta=eta)
+    _, target_rewards, _, _, _ = spied_run(script, tmp_path, monkeypatch, **overrides)
     raw = torch.tensor(np.array([result[1] for _, result in paid])).reshape(3, 16, 2)
     assert raw.any()
     for rewards, of_task, (_, scale) in zip(target_rewards, raw, read_scalars(tmp_path)["charts/reward_scale"], strict=True):
@@ -93,18 +128,18 @@ def test_targets_use_the_rewards_of_the_task_whatever_the_curiosity(script, tmp_
 
 
 def test_without_curiosity_the_policy_gets_the_plain_advantage(script, tmp_path, monkeypatch):
-    agent, target_rewards, policy_rewards, gae, kl = spied_run(script, tmp_path, monkeypatch, eta=0.0)
+    agent, target_rewards, policy_rewards, gae, kl = spied_run(script, tmp_path, monkeypatch, **without_curiosity(script))
     assert len(gae) == 6 and not kl
     for (args_x, advantages_x), (args_policy, advantages_policy) in zip(gae[0::2], gae[1::2], strict=True):
         assert torch.equal(args_x[0], args_policy[0]) and torch.equal(advantages_x, advantages_policy)
-    assert agent.u_stats.count == 0
-    assert set(read_scalars(tmp_path)) == METRICS
+    assert not is_bdpg(script) or agent.u_stats.count == 0
+    assert set(read_scalars(tmp_path)) == metrics_of(script)
 
 
-def test_curiosity_is_the_clipped_gain_in_units_of_earlier_gains(script, tmp_path, monkeypatch):
+def test_curiosity_is_the_clipped_gain_in_units_of_earlier_gains(bdpg, tmp_path, monkeypatch):
     """With made-up gains, half of which are above the cap."""
-    monkeypatch.setattr(script, "gaussian_kl", lambda mean_q, *_: 2 * torch.rand(mean_q.shape[:-1]))
-    _, target_rewards, policy_rewards, _, kl = spied_run(script, tmp_path, monkeypatch, eta=0.3, u_bar=1.0)
+    monkeypatch.setattr(bdpg, "gaussian_kl", lambda mean_q, *_: 2 * torch.rand(mean_q.shape[:-1]))
+    _, target_rewards, policy_rewards, _, kl = spied_run(bdpg, tmp_path, monkeypatch, eta=0.3, u_bar=1.0)
     gains = [u.double().clamp(max=1.0).numpy() for _, u in kl]
     assert torch.equal(policy_rewards[0], target_rewards[0])  # no earlier gains, no bonus
     for n in (1, 2):
@@ -120,7 +155,7 @@ def test_truncated_steps_bootstrap_from_their_own_last_observation(script, tmp_p
     """Returns are made a known function of the state, and the networks too slow to change: next_g can be computed afterwards."""
     monkeypatch.setattr(script.ReturnModel, "sample", lambda self, c, n: c.sum(-1).expand(n, *c.shape[:-1]).clone())
     steps = spy(monkeypatch, script, "step_envs")
-    options = dict(learning_rate=1e-30, adversarial_learning_rate=1e-30, iterations=1, num_steps=32)
+    options = dict(iterations=1, num_steps=32) | {name: 1e-30 for name in vars(script.Args()) if name.endswith("learning_rate")}
     if not is_atari(script):
         options |= dict(env_id="ShortHopper-v0", num_steps=128)  # falls, or is cut after 18 steps
     agent, _, _, gae, _ = spied_run(script, tmp_path, monkeypatch, **options)
@@ -159,17 +194,17 @@ def test_a_short_bootstrap_leaves_the_rollout_alone(script, tmp_path, monkeypatc
     assert target_rewards[0].shape == (16, 2) and gae[0][0][-1] == 4
 
 
-def test_slope_penalty_is_lazy_but_keeps_its_weight(script, tmp_path, monkeypatch):
+def test_slope_penalty_is_lazy_but_keeps_its_weight(bdpg, tmp_path, monkeypatch):
     """Every fourth minibatch, fourfold: on average over the 8 of an iteration the weight that was asked for."""
-    calls = spy(monkeypatch, script, "discriminator_loss")
-    script.train(short_args(script, tmp_path, minibatch_size=8, r1_coef=0.25, iterations=1))
+    calls = spy(monkeypatch, bdpg, "discriminator_loss")
+    bdpg.train(short_args(bdpg, tmp_path, minibatch_size=8, r1_coef=0.25, iterations=1))
     assert [args[3] for args, _ in calls] == [1.0, 0, 0, 0] * 2
 
 
 def test_sampled_targets_leave_the_advantage_alone(script, tmp_path, monkeypatch):
     """--target sr draws x; the policy's advantage is still generalised advantage estimation."""
     gae, draws = spy(monkeypatch, script, "k_step_gae"), spy(monkeypatch, script, "sr_targets")
-    script.train(short_args(script, tmp_path, target="sr", eta=0.0, iterations=2))
+    script.train(short_args(script, tmp_path, target="sr", iterations=2))
     assert len(gae) == len(draws) == 2
     for (gae_args, _), (sr_args, _) in zip(gae, draws, strict=True):
         assert torch.equal(gae_args[0], sr_args[0]) and torch.equal(gae_args[2], sr_args[1])
@@ -184,46 +219,50 @@ def test_many_return_samples_are_averaged_for_the_policy_only(script, tmp_path, 
     torch.testing.assert_close(g_for_policy, drawn.mean(0))
 
 
-def test_a_lost_life_ends_the_learning_episode_but_not_the_game(atari, tmp_path, monkeypatch):
-    monkeypatch.setattr(atari, "AtariVectorEnv", AtariVectorEnv)  # whole games
-    gae, steps = spy(monkeypatch, atari, "k_step_gae"), spy(monkeypatch, atari, "step_envs")
-    atari.train(short_args(atari, tmp_path, env_id="BreakoutNoFrameskip-v4", num_steps=64, iterations=1, update_epochs=1))
+@on_atari
+def test_a_lost_life_ends_the_learning_episode_but_not_the_game(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "AtariVectorEnv", AtariVectorEnv)  # whole games
+    gae, steps = spy(monkeypatch, script, "k_step_gae"), spy(monkeypatch, script, "step_envs")
+    script.train(short_args(script, tmp_path, env_id="BreakoutNoFrameskip-v4", num_steps=64, iterations=1, update_epochs=1))
     terminations, dones = gae[0][0][3:5]
     lost = torch.tensor(np.array([result[2] for _, result in steps]))
     assert 2 <= lost.sum() < 10 and torch.equal(terminations, lost) and torch.equal(dones, lost)
     assert "charts/episodic_return" not in read_scalars(tmp_path)
 
 
+@on_atari
 @pytest.mark.parametrize("clip_reward", [True, False])
-def test_rewards_can_be_replaced_by_their_sign(atari, tmp_path, monkeypatch, clip_reward):
-    _, target_rewards, _, _, _ = spied_run(atari, tmp_path, monkeypatch, clip_reward=clip_reward)
+def test_rewards_can_be_replaced_by_their_sign(script, tmp_path, monkeypatch, clip_reward):
+    _, target_rewards, _, _, _ = spied_run(script, tmp_path, monkeypatch, clip_reward=clip_reward)
     rewards = torch.stack(target_rewards)
     assert rewards.any()
     assert (set(rewards.unique().tolist()) <= {-1.0, 0.0, 1.0}) == clip_reward
 
 
-def test_frames_reach_the_network_as_bytes(atari, tmp_path, monkeypatch):
-    calls = spy(monkeypatch, atari.Trunk, "forward")
-    atari.train(short_args(atari, tmp_path, iterations=1))
+@on_atari
+def test_frames_reach_the_network_as_bytes(script, tmp_path, monkeypatch):
+    calls = spy(monkeypatch, script.Trunk, "forward")
+    script.train(short_args(script, tmp_path, iterations=1))
     assert calls and all(args[1].dtype == torch.uint8 for args, _ in calls)
 
 
 def test_runs_started_in_the_same_second_do_not_share_a_folder(script, tmp_path, monkeypatch):
-    """As in a loop over --eta that starts its runs side by side."""
+    """As in a loop over --gamma that starts its runs side by side."""
     monkeypatch.setattr(script.time, "strftime", lambda *_: "20250101-000000")
-    for eta in (0.0, 0.1):
+    for gamma in (0.8, 0.9):
         try:
-            script.train(short_args(script, tmp_path, eta=eta, iterations=1))
+            script.train(short_args(script, tmp_path, gamma=gamma, iterations=1))
         except SystemExit:
             pass  # to refuse is right as well
     records, logs = list(tmp_path.rglob("run.json")), list(tmp_path.rglob("events.out.tfevents.*"))
     assert len(records) == len(logs)
-    assert json.loads(records[0].read_text())["args"]["eta"] == 0.0 or len(records) == 2
+    assert json.loads(records[0].read_text())["args"]["gamma"] == 0.8 or len(records) == 2
 
 
-def test_learns_to_balance_a_pole(mujoco, tmp_path):
+@pytest.mark.parametrize("script", MUJOCO, indirect=True)
+def test_learns_to_balance_a_pole(script, tmp_path):
     """A random policy keeps the pole up for 6 steps on average."""
-    args = mujoco.Args(env_id="InvertedPendulum-v5", total_timesteps=24_576, num_envs=8, seed=1, run_dir=tmp_path, cuda=False)
-    mujoco.train(args)
+    args = script.Args(env_id="InvertedPendulum-v5", total_timesteps=24_576, num_envs=8, seed=1, run_dir=tmp_path, cuda=False)
+    script.train(args)
     scores = [value for _, value in read_scalars(tmp_path)["charts/averaged_score"]]
     assert scores[0] < 20 and scores[-1] > 60, scores

@@ -1,0 +1,360 @@
+"""The baselines' return models against laws whose quantiles and Wasserstein distances are known, and what their losses may move."""
+
+import importlib
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import QR, WGAN, copy_of, is_atari, make_agent, moved_names, random_observations, short_args, spy
+from torch.distributions import Categorical, Exponential, MixtureSameFamily, Normal
+
+MAIN = "policy, trunk and generator"
+BASELINES = WGAN + QR
+# Every parameter and buffer that an optimiser may move.
+OWN = {MAIN: ("policy.", "trunk.", "return_model.generator."), "critic": ("return_model.critic.",)}
+on_baselines = pytest.mark.parametrize("script", BASELINES, indirect=True)
+TOO_SLOW_TO_MOVE = {"learning_rate": 1e-30, "critic_learning_rate": 1e-30}
+
+
+@pytest.fixture
+def qr():
+    return importlib.import_module("ppo_qr_atari")
+
+
+@pytest.fixture(params=WGAN)
+def wgan(request):
+    return importlib.import_module(request.param)
+
+
+@pytest.fixture
+def wgan_mujoco():
+    return importlib.import_module("ppo_wgan_mujoco")
+
+
+def anneal(optimizer, fraction_left):
+    """As train() does."""
+    for group in optimizer.param_groups:
+        group["lr"] = fraction_left * optimizer.defaults["lr"]
+
+
+# --- quantile regression ---
+
+
+def test_quantile_regression_finds_the_quantiles_of_each_state(qr):
+    """Held in levels: the law's own distribution function takes output i to (i + 1/2) / N."""
+    laws = [
+        Normal(1.0, 0.5),
+        Exponential(2.0, validate_args=False),
+        MixtureSameFamily(Categorical(torch.tensor([0.3, 0.7])), Normal(torch.tensor([-2.0, 1.0]), torch.tensor([0.3, 0.5]))),
+    ]
+    steps, n = 1000, 16
+    agent, optimizers, args = make_agent(qr, num_quantiles=n, learning_rate=1e-2)
+    states = torch.eye(3, agent.trunk.output_dim)
+    for step in range(steps):
+        anneal(optimizers[MAIN], 1 - step / steps)
+        x = torch.stack([law.sample((1024,)) for law in laws])
+        loss = qr.quantile_loss(agent.return_model.generator(states).unsqueeze(1), x)
+        qr.descend(optimizers[MAIN], loss, args.max_grad_norm)
+    with torch.no_grad():
+        quantiles = agent.return_model.generator(states)
+    levels = (torch.arange(n) + 0.5) / n
+    for law, found in zip(laws, quantiles, strict=True):
+        torch.testing.assert_close(law.cdf(found), levels, rtol=0, atol=0.2 / n)
+
+
+def test_quantile_loss_equals_the_double_loop(qr):
+    """Its mean over samples and quantiles, times the root of the number of quantiles."""
+    quantiles, x = np.random.randn(9, 5), np.random.randn(9)
+    losses = []
+    for row, target in zip(quantiles, x, strict=True):
+        for i, quantile in enumerate(row):
+            level = (i + 0.5) / 5
+            losses.append(level * (target - quantile) if target > quantile else (1 - level) * (quantile - target))
+    expected = np.sqrt(5) * np.mean(losses)
+    assert qr.quantile_loss(torch.tensor(quantiles), torch.tensor(x)).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_sampled_returns_are_the_quantiles_of_their_state_equally_often(qr):
+    """Chi-square with 12 - 1 degrees of freedom, for 6 states: a mean of 11 and a standard deviation of 4.7 each."""
+    n, draws = 12, 12_000
+    agent, _, _ = make_agent(qr, num_quantiles=n)
+    model, c = agent.return_model, torch.randn(2, 3, agent.trunk.output_dim)
+    with torch.no_grad():
+        quantiles, samples = model.generator(c), model.sample(c, draws)
+    assert samples.shape == (draws, 2, 3) and model.sample(c[0, 0], 5).shape == (5,)
+    picks = (samples.unsqueeze(-1) == quantiles).float()
+    assert (picks.sum(-1) == 1).all()  # each is one of its own state's
+    chi_square = ((picks.sum(0) - draws / n) ** 2 / (draws / n)).sum(-1)
+    assert (chi_square < 11 + 5 * 4.7).all() and chi_square.mean() > 3
+    torch.testing.assert_close(samples.mean(0), quantiles.mean(-1), rtol=0, atol=5 * samples.std().item() / draws**0.5)
+    torch.testing.assert_close(samples.std(0), quantiles.std(-1, correction=0), rtol=0.03, atol=0)
+    # The picks of two states, and of one state twice, agree as often as chance has it.
+    which = picks.argmax(-1).flatten(1)
+    for a, b in ((which[:, 0], which[:, 1]), (which[:, 0], which[:, 3]), (which[1:, 0], which[:-1, 0])):
+        assert abs((a == b).float().mean() - 1 / n) < 5 * math.sqrt(1 / n / draws)
+
+
+# --- the Wasserstein critic ---
+
+
+def replace_critic(monkeypatch, model, f):
+    """Puts a known function f(u, c) of the relative return u (rows, 1) in the place of the critic's network."""
+    monkeypatch.setattr(model.critic, "forward", f)
+
+
+def random_batch(agent, n):
+    """Targets x, samples x̃ elsewhere, centres b(s) and embeddings c."""
+    return torch.randn(n) + 1, 2 * torch.randn(n) - 2, torch.randn(n), torch.randn(n, agent.trunk.output_dim)
+
+
+def test_noise_is_standard_normal_and_the_centre_is_where_it_is_zero(wgan, monkeypatch):
+    agent, _, _ = make_agent(wgan, latent_dim=3)
+    model, c, draws = agent.return_model, torch.randn(2, 2, agent.trunk.output_dim), 20_000
+    seen = spy(monkeypatch, model.generator, "forward")
+    with torch.no_grad():
+        samples, centre = model.sample(c, draws), model.centre(c)
+    (z, at_c), _ = seen[0]
+    assert samples.shape == z.shape[:-1] == (draws, 2, 2) and z.shape[-1] == 3 and at_c is c
+    torch.testing.assert_close(z.mean(0), torch.zeros(2, 2, 3), rtol=0, atol=5 / math.sqrt(draws))
+    torch.testing.assert_close(z.std(0), torch.ones(2, 2, 3), rtol=0, atol=5 / math.sqrt(2 * draws))
+    with torch.no_grad():
+        torch.testing.assert_close(samples[7], model.generator(z[7], c)[..., 0])
+        torch.testing.assert_close(centre, model.generator(torch.zeros(2, 2, 3), c)[..., 0])
+
+
+@pytest.mark.parametrize("slope, excess", [(2.5, 1.5), (0.4, 0), (-0.5, 0), (-1.2, 0.2)])
+def test_critic_loss_of_a_straight_critic(wgan, monkeypatch, slope, excess):
+    """f = a u has the slope a everywhere; all from -1 to 1 are free."""
+    agent, _, _ = make_agent(wgan)
+    model, (x, x_tilde, centre, c) = agent.return_model, random_batch(agent, 30)
+    replace_critic(monkeypatch, model, lambda u, c: slope * u)
+    loss, distance = wgan.critic_loss(model, x, x_tilde, centre, c, 7.0)
+    torch.testing.assert_close(distance, slope * (x - x_tilde).mean() / model.residual_scale)
+    torch.testing.assert_close(loss, 7 * excess**2 - distance)
+
+
+def test_penalty_is_on_the_slope_in_x_at_the_same_state(wgan, monkeypatch):
+    """f(u, s) = h(s) u has the slope h(s) of its own state in u, and slopes in s that must not count."""
+    agent, _, _ = make_agent(wgan)
+    model, (x, x_tilde, centre, c) = agent.return_model, random_batch(agent, 30)
+    replace_critic(monkeypatch, model, lambda u, c: 3 * c[..., :1] * u)
+    loss, distance = wgan.critic_loss(model, x, x_tilde, centre, c, 7.0)
+    torch.testing.assert_close(distance, (3 * c[:, 0] * (x - x_tilde)).mean() / model.residual_scale)
+    torch.testing.assert_close(loss + distance, 7 * ((3 * c[:, 0]).abs() - 1).clamp(min=0).square().mean())
+
+
+def test_penalty_is_taken_everywhere_between_target_and_sample(wgan, monkeypatch):
+    """f = u² / 2 has the slope u. From 1 + a to 1 + b, both above 1, (u - 1)² is (a² + a b + b²) / 3 on average."""
+    agent, _, _ = make_agent(wgan)
+    model, n = agent.return_model, 40_000
+    replace_critic(monkeypatch, model, lambda u, c: u.square() / 2)
+    x, x_tilde, centre = 2 + torch.rand(n), 6 + torch.rand(n), torch.randn(n) / 10
+    loss, distance = wgan.critic_loss(model, x, x_tilde, centre, torch.zeros(n, agent.trunk.output_dim), 1.0)
+    a, b = ((value - centre) / model.residual_scale - 1 for value in (x, x_tilde))
+    expected = (a.square() + a * b + b.square()) / 3
+    assert abs(loss + distance - expected.mean()) < 5 * b.max() ** 2 / math.sqrt(n)
+
+
+def test_penalty_of_the_network_by_finite_differences(wgan, monkeypatch, double_precision):
+    agent, _, _ = make_agent(wgan)
+    model, step, (x, x_tilde, centre, c) = agent.return_model, 1e-6, random_batch(agent, 20)
+    model.critic.output.weight.data *= 30  # an untrained critic is too flat for a penalty
+    seen = spy(monkeypatch, model, "criticise")
+    loss, distance = wgan.critic_loss(model, x, x_tilde, centre, c, 1.0)
+    with torch.no_grad():
+        (real, fake, between), at_c = seen[0][0]
+        share = (between - real) / (fake - real)
+        assert ((0 <= share) & (share <= 1)).all() and share.std() > 0.15 and at_c is c
+        slopes = (model.criticise(between + step, c) - model.criticise(between - step, c)) / (2 * step)
+        excess = (slopes.abs() - 1).clamp(min=0)
+        assert 0 < (excess > 0).float().mean() < 1  # some are too steep
+        torch.testing.assert_close(loss + distance, excess.square().mean(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(distance, (model.criticise(real, c) - model.criticise(fake, c)).mean())
+
+
+@pytest.mark.parametrize(
+    "real, fake, w1",
+    [
+        # (means of two states, std): the distance of two normals with the same std is that of their means,
+        (((0.5, -0.3), 0.4), ((0.0, 0.0), 0.4), 0.4),
+        # that of two with the same mean is E|z| = sqrt(2 / π) times that of their stds.
+        (((0.2, -0.2), 1.2), ((0.2, -0.2), 0.5), 0.7 * math.sqrt(2 / math.pi)),
+    ],
+    ids=["means", "scales"],
+)
+def test_trained_critic_measures_the_distance(wgan_mujoco, real, fake, w1):
+    """The penalised optimum is a little above W1, by 1 to 2 % here: slopes above 1 pay where the laws differ much."""
+    steps, scale, w = 500, 5.0, 12.0  # returns are in units of 5, and the critic sees them in units of w
+    agent, optimizers, args = make_agent(wgan_mujoco, residuals=(w,))
+    centres, embeddings = torch.tensor([-20.0, 30.0]), torch.randn(2, agent.trunk.output_dim)
+
+    def draw(law, states):
+        means, std = law
+        return centres[states] + scale * (torch.tensor(means)[states] + std * torch.randn(states.shape))
+
+    def critic_loss(n):
+        s = torch.arange(n) % 2
+        x, x_tilde = draw(real, s), draw(fake, s)
+        return wgan_mujoco.critic_loss(agent.return_model, x, x_tilde, centres[s], embeddings[s], args.gradient_penalty)
+
+    for step in range(steps):
+        anneal(optimizers["critic"], 1 - step / steps)
+        wgan_mujoco.descend(optimizers["critic"], critic_loss(256)[0], args.max_grad_norm)
+    assert critic_loss(200_000)[1].item() * w == pytest.approx(scale * w1, rel=0.05)
+
+
+# --- the generator against the critic ---
+
+
+@pytest.mark.parametrize(
+    "critic, slope", [(lambda u, c: -1.5 * u, lambda u: -1.5 + 0 * u), (lambda u, c: u**3, lambda u: 3 * u**2)]
+)
+def test_generator_climbs_the_critic(wgan, monkeypatch, critic, slope):
+    """With G(z) = b + sum(z), d/db of -w E[f((G - centre) / w)] is -E[f'], whatever w is."""
+    agent, _, _ = make_agent(wgan)
+    model, b, centre = agent.return_model, torch.tensor(0.7, requires_grad=True), torch.randn(50)
+    monkeypatch.setattr(model.generator, "forward", lambda z, c: b + z.sum(-1, keepdim=True))
+    replace_critic(monkeypatch, model, critic)
+    drawn = spy(monkeypatch, model, "sample")
+    (gradient,) = torch.autograd.grad(wgan.generator_loss(model, centre, torch.randn(50, agent.trunk.output_dim)), b)
+    (x_tilde,) = drawn[0][1].detach()
+    torch.testing.assert_close(gradient, -slope((x_tilde - centre) / model.residual_scale).mean())
+
+
+def test_generator_climbs_the_network_by_finite_differences(wgan, monkeypatch, double_precision):
+    agent, _, _ = make_agent(wgan)
+    model, step, (_, _, centre, c) = agent.return_model, 1e-6, random_batch(agent, 20)
+    seen = spy(monkeypatch, model, "criticise")
+    wgan.generator_loss(model, centre, c).backward()
+    (u, _), _ = seen[0]
+    with torch.no_grad():
+        slopes = (model.criticise(u + step, c) - model.criticise(u - step, c)) / (2 * step)
+    torch.testing.assert_close(model.generator.output.bias.grad, -slopes.mean(0, keepdim=True), rtol=1e-6, atol=0)
+
+
+def test_the_critics_view_of_the_state_trains_no_trunk(wgan, monkeypatch):
+    """A generator that ignores the state leaves nothing that the generator's loss could want of the trunk."""
+    agent, _, _ = make_agent(wgan)
+    model, c = agent.return_model, torch.randn(8, agent.trunk.output_dim, requires_grad=True)
+    wgan.generator_loss(model, torch.zeros(8), c).backward()
+    assert c.grad.any()
+    c.grad = None
+    monkeypatch.setattr(model.generator, "forward", lambda z, c: z.sum(-1, keepdim=True).requires_grad_())
+    wgan.generator_loss(model, torch.zeros(8), c).backward()
+    assert c.grad is None
+
+
+def test_generator_learns_mean_and_spread_of_each_state(wgan_mujoco):
+    """With the defaults of train(). A collapsed generator has no spread; an untrained one is off by several standard deviations."""
+    steps, n, steps_per_rollout = 2000, 256, 100
+    agent, optimizers, args = make_agent(wgan_mujoco)
+    model = agent.return_model
+    means, stds = torch.tensor([2.0, -1.0, 0.5]), torch.tensor([0.4, 0.8, 0.2])
+    obs = torch.randn(3, 3)
+    for step in range(steps):
+        for optimizer in optimizers.values():
+            anneal(optimizer, 1 - step / steps)
+        s = torch.randint(3, (n,))
+        x = means[s] + stds[s] * torch.randn(n)
+        c = agent.trunk(obs[s])
+        with torch.no_grad():
+            if step % steps_per_rollout == 0:
+                centres = model.centre(agent.trunk(obs))
+                model.track_residuals(x - centres[s])
+            x_tilde = model.sample(c, 1)[0]
+        loss, _ = wgan_mujoco.critic_loss(model, x, x_tilde, centres[s], c.detach(), args.gradient_penalty)
+        wgan_mujoco.descend(optimizers["critic"], loss, args.max_grad_norm)
+        loss = args.vf_coef * wgan_mujoco.generator_loss(model, centres[s], c)
+        wgan_mujoco.descend(optimizers[MAIN], loss, args.max_grad_norm)
+    with torch.no_grad():
+        samples = model.sample(agent.trunk(obs), 5000)
+    torch.testing.assert_close(samples.mean(0) / stds, means / stds, rtol=0, atol=0.3)
+    torch.testing.assert_close(samples.std(0) / stds, torch.ones(3), rtol=0, atol=0.25)
+
+
+# --- what moves ---
+
+
+def return_loss(script, agent, o, x):
+    """The loss that descends with the policy's."""
+    c = agent.trunk(o)
+    if script.__name__ in QR:
+        return script.quantile_loss(agent.return_model.generator(c), x)
+    return script.generator_loss(agent.return_model, torch.randn(len(x)), c)
+
+
+@on_baselines
+def test_return_loss_moves_generator_and_trunk_only(script):
+    agent, optimizers, args = make_agent(script)
+    before = copy_of(agent)
+    loss = return_loss(script, agent, random_observations(script, 8), torch.randn(8))
+    script.descend(optimizers[MAIN], loss, args.max_grad_norm)
+    own = {key for key, _ in agent.named_parameters() if key.startswith(("trunk.", "return_model.generator."))}
+    assert {key for key in own if key.endswith("weight")} <= moved_names(agent, before) <= own
+
+
+@on_baselines
+def test_every_step_of_training_moves_exactly_its_own_networks(script, tmp_path, monkeypatch, lazy_disk):
+    """In a real run: by comparing all of the agent before and after each step."""
+    agents, made = spy(monkeypatch, script, "Agent"), spy(monkeypatch, script, "make_optimizers")
+    descend, steps = script.descend, []
+
+    def watched(optimizer, *args):
+        agent = agents[0][1]
+        (name,) = (name for name, one in made[0][1].items() if one is optimizer)
+        before = copy_of(agent)
+        result = descend(optimizer, *args)
+        own = {key for key, _ in agent.named_parameters() if key.startswith(OWN[name])}
+        assert {key for key in own if key.endswith("weight")} <= moved_names(agent, before) <= own
+        steps.append(name)
+        return result
+
+    monkeypatch.setattr(script, "descend", watched)
+    own_args = {} if script.__name__ in QR else dict(num_critic_steps=2)
+    script.train(short_args(script, tmp_path, iterations=1, update_epochs=1, **own_args))
+    assert steps == ([MAIN] if script.__name__ in QR else ["critic", "critic", MAIN]) * 2
+
+
+def test_critic_gets_targets_samples_centres_and_states_of_the_same_rows(wgan, tmp_path, monkeypatch, lazy_disk):
+    """The networks are too slow to change, so that centres can be computed afterwards; nothing it gets can be trained by it."""
+    targets = spy(monkeypatch, wgan, "k_step_gae")
+    calls, generator_calls = spy(monkeypatch, wgan, "critic_loss"), spy(monkeypatch, wgan, "generator_loss")
+    samples = spy(monkeypatch, wgan.ReturnModel, "sample")
+    agent = wgan.train(short_args(wgan, tmp_path, iterations=1, update_epochs=1, **TOO_SLOW_TO_MOVE))
+    embeddings, g = samples[0][0][1][:-1].flatten(0, 1), samples[0][1][0, :-1]
+    x_of_all = (targets[0][1] + g).flatten()
+    assert len(calls) == 2
+    for (model, x, x_tilde, centre, c, _), _ in calls:
+        assert not any(value.requires_grad for value in (x, x_tilde, centre, c))
+        with torch.no_grad():
+            torch.testing.assert_close(centre, model.centre(c), rtol=1e-4, atol=1e-4)
+        rows = (x_of_all == x.unsqueeze(-1)).float().argmax(-1)
+        assert torch.equal(x_of_all[rows], x) and len(set(rows.tolist())) == 16
+        torch.testing.assert_close(c, embeddings[rows], rtol=1e-4, atol=1e-4)
+    for (critic_args, _), ((_, generator_centre, generator_c), _) in zip(calls, generator_calls, strict=True):
+        _, _, _, centre, c, _ = critic_args
+        assert torch.equal(generator_centre, centre) and torch.equal(generator_c, c) and generator_c.requires_grad
+    assert is_atari(wgan) or agent.return_model.residual_scale == pytest.approx(
+        (x_of_all - agent.return_model.centre(embeddings)).abs().mean().item(), rel=1e-4
+    )
+
+
+def test_quantiles_get_the_targets_of_the_same_rows(qr, tmp_path, monkeypatch, lazy_disk):
+    targets, samples = spy(monkeypatch, qr, "k_step_gae"), spy(monkeypatch, qr.ReturnModel, "sample")
+    calls = spy(monkeypatch, qr, "quantile_loss")
+    agent = qr.train(short_args(qr, tmp_path, iterations=1, update_epochs=1, learning_rate=1e-30))
+    x_of_all = (targets[0][1] + samples[0][1][0, :-1]).flatten()
+    with torch.no_grad():
+        quantiles_of_all = agent.return_model.generator(samples[0][0][1][:-1].flatten(0, 1))
+    assert len(calls) == 2
+    for (quantiles, x), _ in calls:
+        rows = (x_of_all == x.unsqueeze(-1)).float().argmax(-1)
+        assert torch.equal(x_of_all[rows], x) and len(set(rows.tolist())) == 16
+        torch.testing.assert_close(quantiles, quantiles_of_all[rows], rtol=1e-4, atol=1e-4)
+
+
+@on_baselines
+def test_baselines_have_no_curiosity_to_switch_on(script):
+    assert not {"eta", "u_bar"} & vars(script.Args()).keys()
+    assert not hasattr(script, "gaussian_kl") and not hasattr(make_agent(script)[0], "u_stats")
