@@ -35,7 +35,7 @@ def wgan_mujoco():
 def anneal(optimizer, fraction_left):
     """As train() does."""
     for group in optimizer.param_groups:
-        group["lr"] = fraction_left * optimizer.defaults["lr"]
+        group["lr"] = fraction_left * group["initial_lr"]
 
 
 # --- quantile regression ---

@@ -91,7 +91,7 @@ class Reached(Exception):
     pass
 
 
-def test_learner_state_is_identical_at_the_resume_point(script, monkeypatch, tmp_path, short_games):
+def test_learner_state_is_identical_at_the_resume_point(script, monkeypatch, tmp_path, short_games, lazy_disk):
     script.train(short_args(script, tmp_path, iterations=2, save_every=1))
     path = newest(run_folder(tmp_path))
     saved = load(path)
@@ -110,7 +110,7 @@ def test_learner_state_is_identical_at_the_resume_point(script, monkeypatch, tmp
         assert_same(optimizer.state_dict(), saved["optimizers"][name])
 
 
-def test_resumed_run_equals_the_straight_one(script, monkeypatch, tmp_path):
+def test_resumed_run_equals_the_straight_one(script, monkeypatch, tmp_path, lazy_disk):
     """Where the environments' restart changes nothing, the rest of the run is the same to the bit: weights, optimisers, random
     numbers, running statistics, counters, annealed learning rates and η_t."""
     change_games(monkeypatch, noop_max=0, max_num_frames_per_episode=64)  # each game is a rollout of 16 steps, from the same start
@@ -303,7 +303,7 @@ def test_failed_save_leaves_the_previous_one_whole(mujoco, monkeypatch, tmp_path
     assert load(newest(folder))["iteration"] == 3
 
 
-def test_nothing_is_saved_once_a_loss_is_not_finite(script, monkeypatch, tmp_path, capsys, short_games):
+def test_nothing_is_saved_once_a_loss_is_not_finite(script, monkeypatch, tmp_path, capsys, short_games, lazy_disk):
     ppo_loss, calls = script.ppo_loss, []
 
     def diverging(*args):

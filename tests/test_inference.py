@@ -232,22 +232,29 @@ def test_slope_penalty_of_the_network_by_finite_differences(bdpg):
     torch.testing.assert_close(penalty.detach(), sum(slope**2 for slope in slopes).mean(), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("mean_coef", [0.0, 0.7])
-def test_generator_losses_of_a_known_generator(bdpg, monkeypatch, mean_coef):
-    """G(z) = b + z_1 + z_2 at one state: E[G] = b + m with m = E[z_1 + z_2], so d/db (E[G] - E[x])² = 2 (b + m - E[x])."""
+@pytest.mark.parametrize("law_coef", [0.0, 0.7])
+def test_generator_losses_of_a_known_generator(bdpg, monkeypatch, law_coef):
+    """With G - b normal around 0, variance 2 a², and x normal, the energy distance 2 E|G - x| - E|G - G'| and its slopes are known:
+    with δ = b - E[x] and s² = 2 a² + Var(x), E|G-x| = s sqrt(2/π) exp(-δ²/2s²) + δ erf(δ/(s sqrt 2)); E|G - G'| = 2 a sqrt(2/π)."""
     agent, _, _ = make_agent(bdpg)
-    model, n, b = agent.return_model, 40_000, torch.tensor(1.5, requires_grad=True)
-    monkeypatch.setattr(model.generator, "forward", lambda z, c: b + z.sum(-1, keepdim=True))
-    c, x, z_tilde = torch.randn(1, agent.trunk.output_dim).expand(n, -1), 0.3 * torch.randn(n) - 2, torch.randn(n, 2)
+    model, n, c = agent.return_model, 40_000, torch.randn(1, agent.trunk.output_dim).expand(40_000, -1)
+    a, b, middle = torch.tensor(0.8, requires_grad=True), torch.tensor(-1.5, requires_grad=True), model.prior(c[:1]).sum().item()
+    monkeypatch.setattr(model.generator, "forward", lambda z, c: b + a * (z.sum(-1, keepdim=True) - middle))
+    x, z_tilde = 0.3 * torch.randn(n) - 2, torch.randn(n, 2)
     _, _, x_tilde = bdpg.sample_joints(model, x, torch.zeros(n), c)
-    regression, mean_matching = bdpg.generator_losses(model, x, x_tilde, z_tilde, c, mean_coef)
-    assert regression.item() == pytest.approx(np.mean((x - 1.5 - z_tilde.sum(-1)).numpy() ** 2), rel=1e-5)
-    if mean_coef == 0:
-        assert mean_matching == 0
+    regression, law_matching = bdpg.generator_losses(model, x, x_tilde, z_tilde, c, law_coef)
+    reconstruction = -1.5 + 0.8 * (z_tilde.sum(-1) - middle)
+    assert regression.item() == pytest.approx(np.mean((x - reconstruction).numpy() ** 2), rel=1e-5)
+    if law_coef == 0:
+        assert law_matching == 0
         return
-    (slope,) = torch.autograd.grad(mean_matching, b)
-    expected = 2 * mean_coef * (1.5 + model.prior(c[:1]).sum().item() + 2)
-    assert slope.item() == pytest.approx(expected, abs=2 * mean_coef * 5 * math.sqrt(2 + 0.09) / math.sqrt(n))
+    slope_a, slope_b = torch.autograd.grad(law_matching, (a, b))
+    delta, s, unit = 0.5, math.sqrt(2 * 0.8**2 + 0.3**2), law_coef * model.residual_scale.item()
+    expected_a = unit * math.sqrt(2 / math.pi) * (2 * (2 * 0.8 / s) * math.exp(-(delta**2) / (2 * s**2)) - 2)
+    expected_b = unit * 2 * math.erf(delta / (s * math.sqrt(2)))
+    # Five standard errors; a sample's share in slope_b is at most 4 units, in slope_a 4 |z_1 + z_2 - middle|.
+    assert slope_b.item() == pytest.approx(expected_b, abs=5 * 4 * unit / math.sqrt(n))
+    assert slope_a.item() == pytest.approx(expected_a, abs=5 * 4 * math.sqrt(2) * unit / math.sqrt(n))
 
 
 @pytest.mark.parametrize("norm_adv", [True, False])

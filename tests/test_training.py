@@ -73,16 +73,20 @@ def test_run_folder_is_complete(script, tmp_path):
 
 @pytest.mark.parametrize("anneal_lr, fractions", [(True, [1, 2 / 3, 1 / 3]), (False, [1, 1, 1])])
 def test_every_learning_rate_is_annealed(script, tmp_path, monkeypatch, anneal_lr, fractions):
-    descend, rates = script.descend, []
+    made, descend, seen = spy(monkeypatch, script, "make_optimizers"), script.descend, []
 
     def watched(optimizer, *args):
-        rates.append([group["lr"] / optimizer.defaults["lr"] for group in optimizer.param_groups])
+        (name,) = (name for name, one in made[0][1].items() if one is optimizer)
+        seen.append((name, [group["lr"] for group in optimizer.param_groups]))
         return descend(optimizer, *args)
 
     monkeypatch.setattr(script, "descend", watched)
-    script.train(short_args(script, tmp_path, update_epochs=1, minibatch_size=32, anneal_lr=anneal_lr))
-    for step, of_groups in enumerate(rates):
-        assert of_groups == pytest.approx([fractions[3 * step // len(rates)]] * len(of_groups))
+    args = short_args(script, tmp_path, update_epochs=1, minibatch_size=32, anneal_lr=anneal_lr)
+    fresh = script.make_optimizers(script.train(args), args)
+    assert {name for name, _ in seen} == fresh.keys()
+    for step, (name, rates) in enumerate(seen):
+        fraction = fractions[3 * step // len(seen)]
+        assert rates == pytest.approx([fraction * group["lr"] for group in fresh[name].param_groups], rel=1e-6)
 
 
 def test_scores_are_whole_episodes_and_their_mean_per_interval(script, tmp_path, monkeypatch):
@@ -204,7 +208,7 @@ def test_slope_penalty_is_lazy_but_keeps_its_weight(bdpg, tmp_path, monkeypatch)
 def test_sampled_targets_leave_the_advantage_alone(script, tmp_path, monkeypatch):
     """--target sr draws x; the policy's advantage is still generalised advantage estimation."""
     gae, draws = spy(monkeypatch, script, "k_step_gae"), spy(monkeypatch, script, "sr_targets")
-    script.train(short_args(script, tmp_path, target="sr", iterations=2))
+    script.train(short_args(script, tmp_path, target="sr", iterations=2, **without_curiosity(script)))
     assert len(gae) == len(draws) == 2
     for (gae_args, _), (sr_args, _) in zip(gae, draws, strict=True):
         assert torch.equal(gae_args[0], sr_args[0]) and torch.equal(gae_args[2], sr_args[1])

@@ -1,0 +1,401 @@
+"""Pictures and tables from the TensorBoard logs of runs: learning curves, scores with intervals, maps of the ablation.
+
+    python benchmark/plot.py runs/mujoco-figure --output docs/figures/mujoco
+    python benchmark/plot.py runs --tags charts/averaged_score return_model/coverage_80
+    python benchmark/plot.py runs/ablation --maps-at 10000000 150000000
+
+Every picture comes as PNG and SVG with the numbers behind it as CSV, and a table in Markdown. What is what: docs/benchmark.md.
+"""
+
+import csv
+import itertools
+import json
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import tyro
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+SCORE = "charts/averaged_score"
+METHODS = {"bdpg": "BDPG", "ppo_wgan": "PPO+WGAN", "ppo_qr": "PPO+QR", "ppo_scalar": "PPO, scalar critic"}
+# Scores of a random player and of a human tester after up to 30 no-ops: Wang et al. 2016, "Dueling network architectures", raw
+# scores in the appendix; the same numbers are in DeepMind's dqn_zoo/atari_data.py.
+HUMAN = {
+    "Asterix": (210.0, 8503.3),
+    "BeamRider": (363.9, 16926.5),
+    "Breakout": (1.7, 30.5),
+    "Freeway": (0.0, 29.6),
+    "Hero": (1027.0, 30826.4),
+    "Qbert": (163.9, 13455.0),
+    "Seaquest": (68.4, 42054.7),
+    "Venture": (0.0, 1187.5),
+}
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito, for all eyes
+LINES = ["-", "--", "-.", ":"]  # and for prints without colour
+NUM_RESAMPLES = 10_000
+
+
+@dataclass
+class Args:
+    folders: tyro.conf.Positional[tuple[Path, ...]]
+    """folders that hold runs, at any depth"""
+    output: Path = Path("figures/figure")
+    """where to write, without ending"""
+    tags: tuple[str, ...] = (SCORE,)
+    """what to draw curves of"""
+    final: float = 0.1
+    """share of the steps, in (0, 1], whose scores make up the final score of a run: the last ones"""
+    maps_at: tuple[int, ...] = ()
+    """instead of curves, maps over k and ū of the scores at these steps"""
+
+
+def fail(message):
+    """One sentence on stderr and exit code 2: a user who is wrong never sees a traceback."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def note(message):
+    print(message, file=sys.stderr)
+
+
+# --- reading ---
+
+
+def read_curves(folder):
+    """All scalars that a run logged, {tag: array of (steps, values)}. What is damaged is named and skipped."""
+    points = defaultdict(dict)
+    for path in sorted(folder.glob("events.out.tfevents.*")):  # their names begin with the time
+        size, size_read = path.stat().st_size, 0
+        for record in RawEventFileLoader(str(path)).Load():
+            size_read += len(record) + 16  # with its length and checksums
+            event = Event.FromString(record)
+            if event.session_log.status == SessionLog.START:  # a resumed run: what had been logged after its checkpoint is void
+                for curve in points.values():
+                    for step in [step for step in curve if step >= event.step]:
+                        del curve[step]
+            for value in event.summary.value:
+                if value.HasField("simple_value"):
+                    points[value.tag].setdefault(event.step, []).append(value.simple_value)
+        if size == 0 or size_read < size:
+            note(f"skipped {'all' if size_read == 0 else 'the end'} of {path}: {'it is empty' if size == 0 else 'it breaks off'}")
+    return {tag: np.array([(step, np.mean(values)) for step, values in sorted(curve.items())]).T for tag, curve in points.items()}
+
+
+def read_runs(folders):
+    """The runs with scores; of several with the same arguments the one that got furthest."""
+    runs = {}
+    for path in sorted(path for folder in folders for path in folder.rglob("run.json")):
+        try:
+            record = json.loads(path.read_text())
+            script, args = Path(record["script"]).stem, record["args"]
+        except (ValueError, KeyError):
+            note(f"skipped {path.parent}: its run.json is damaged")
+            continue
+        curves = {tag: curve for tag, curve in read_curves(path.parent).items() if curve.size}
+        if SCORE not in curves:
+            note(f"skipped {path.parent}: it has no averaged score yet")
+            continue
+        run = SimpleNamespace(folder=path.parent, script=script, args=args, curves=curves)
+        run.end = max(curve[0, -1] for curve in curves.values())
+        key = (script, json.dumps(identity(args) | {name: args[name] for name in ("env_id", "seed")}, sort_keys=True))
+        if key in runs:
+            note(f"skipped {min(run, runs[key], key=lambda run: run.end).folder}: the same run got further in another folder")
+        runs[key] = max(run, runs.get(key, run), key=lambda run: run.end)
+    if not runs:
+        fail(f"there is no run with scores in {', '.join(map(str, folders))}.")
+    return list(runs.values())
+
+
+def identity(args):
+    """The arguments that make a method, without those that name a run or say where and what it logs."""
+    free = ("total_timesteps", "run_dir", "save_every", "resume", "cuda", "track", "wandb_project", "capture_video")
+    return {name: value for name, value in args.items() if name not in (*free, "env_id", "seed")}
+
+
+def name_methods(runs):
+    """Sets run.method: the paper's name, and the arguments in which runs of that name differ. Returns all names in order."""
+    groups = defaultdict(list)
+    for run in runs:
+        name = METHODS.get(run.script.rsplit("_", 1)[0], run.script)
+        groups[name + (" naive" if run.args.get("eta") == 0 else ""), run.script].append(run)
+    for (name, _), group in groups.items():
+        values = defaultdict(set)
+        for run in group:
+            for argument, value in identity(run.args).items():
+                values[argument].add(value)
+        varied = [argument for argument in values if len(values[argument]) > 1]
+        if "bootstrap_length" in varied and "num_steps" in varied:
+            varied.remove("num_steps")  # it follows from k
+        for run in group:
+            run.method = ", ".join([name, *(f"{argument} {run.args[argument]}" for argument in varied)])
+    order = {run.method: [not run.script.startswith(family) for family in METHODS] for run in runs}  # as METHODS, then the rest
+    return sorted(order, key=lambda method: (order[method], method))
+
+
+# --- statistics ---
+
+
+def iqm(scores):
+    """Interquartile mean along the last axis: the mean without the lowest and the highest quarter."""
+    cut = scores.shape[-1] // 4
+    return np.sort(scores)[..., cut : scores.shape[-1] - cut].mean(-1)
+
+
+def resample(scores, rng):
+    """Bootstrap: as many runs again, drawn from those of one task with replacement, NUM_RESAMPLES times."""
+    return scores[rng.integers(len(scores), size=(NUM_RESAMPLES, len(scores)))]
+
+
+def iqm_interval(tasks):
+    """IQM over all runs of all tasks, and its 95 % interval by the stratified bootstrap: tasks are fixed, runs are drawn within
+    each (Agarwal et al. 2021). `tasks` has an array of scores for each task."""
+    rng = np.random.default_rng(0)
+    resampled = iqm(np.concatenate([resample(scores, rng) for scores in tasks], axis=1))
+    return iqm(np.concatenate(tasks)), *np.quantile(resampled, [0.025, 0.975])
+
+
+def improvement_interval(pairs):
+    """Probability that a run of X beats a run of Y on a task drawn at random, ties counting half, and its 95 % interval."""
+    rng = np.random.default_rng(0)
+
+    def wins(x, y):
+        x, y = x[..., :, None], y[..., None, :]
+        return ((x > y) + 0.5 * (x == y)).mean((-2, -1))
+
+    resampled = np.mean([wins(resample(x, rng), resample(y, rng)) for x, y in pairs], axis=0)
+    return np.mean([wins(x, y) for x, y in pairs]), *np.quantile(resampled, [0.025, 0.975])
+
+
+def normalise(env_id, scores):
+    """0 is a random player, 1 is a human; None where these are not known."""
+    game = env_id.removeprefix("ALE/").removesuffix("-v4").removesuffix("-v5").removesuffix("NoFrameskip")
+    if game not in HUMAN:
+        return None
+    random, human = HUMAN[game]
+    return (scores - random) / (human - random)
+
+
+def common_end(runs):
+    """The step that all runs of a task have reached: they are compared up to there."""
+    shortest, longest = min(runs, key=lambda run: run.end), max(runs, key=lambda run: run.end)
+    if shortest.end < 0.95 * longest.end:
+        note(f"{shortest.args['env_id']} is compared up to step {shortest.end:,.0f}, where {shortest.folder} ends")
+    return shortest.end
+
+
+def final_score(run, end, share):
+    """Mean of the averaged scores in the last share of the steps up to `end`; without any there, the last one before it."""
+    steps, scores = run.curves[SCORE]
+    scores, steps = scores[steps <= end], steps[steps <= end]
+    last = scores[steps > (1 - share) * end]
+    return (last if len(last) else scores[-1:]).mean()
+
+
+def final_scores(runs, end, share, methods):
+    """{method: array of its runs' final scores} on one task."""
+    runs = [run for run in runs if run.curves[SCORE][0, 0] <= end]  # the others have no score yet at `end`
+    scores = {method: np.array([final_score(run, end, share) for run in runs if run.method == method]) for method in methods}
+    return {method: values for method, values in scores.items() if len(values)}
+
+
+# --- pictures ---
+
+
+def panels(number, columns, width=3.1, height=2.9):
+    columns = min(columns, number)
+    rows = -(-number // columns)
+    size = (0.6 + width * columns, 0.8 + height * rows)
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    for axis in axes.flat[number:]:
+        axis.remove()
+    return figure, axes.flat[:number]
+
+
+def save(figure, path, header, rows):
+    """The picture as PNG and SVG, and its numbers as CSV."""
+    for ending in ("png", "svg"):
+        figure.savefig(path.with_name(f"{path.name}.{ending}"), dpi=200)
+    plt.close(figure)
+    with open(path.with_name(f"{path.name}.csv"), "w", newline="") as file:
+        csv.writer(file).writerows([header, *rows])
+    print(f"wrote {path}.png, .svg and .csv")
+
+
+def draw_curves(tasks, ends, methods, tag, path):
+    """Mean and standard deviation over runs."""
+    figure, axes = panels(len(tasks), columns=4)
+    rows = []
+    for axis, (env_id, runs) in zip(axes, tasks.items(), strict=True):
+        end = ends[env_id]
+        unit, name = (1e6, "millions") if end >= 1e6 else (1e3, "thousands")
+        for index, method in enumerate(methods):
+            curves = [
+                run.curves[tag] for run in runs if run.method == method and tag in run.curves and run.curves[tag][0, 0] <= end
+            ]
+            if not curves:
+                continue
+            steps = np.linspace(max(curve[0, 0] for curve in curves), end, 200)
+            values = np.array([np.interp(steps, *curve) for curve in curves])
+            mean, std = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else np.zeros(len(steps))
+            colour = COLOURS[index % len(COLOURS)]
+            axis.plot(steps / unit, mean, LINES[index % len(LINES)], color=colour, lw=2, label=method)
+            axis.fill_between(steps / unit, mean - std, mean + std, color=colour, alpha=0.2, lw=0)
+            rows += [(env_id, method, len(values), *row) for row in zip(steps, mean, std, strict=True)]
+        axis.set(title=short(env_id), xlabel=f"agent steps ({name})")
+    for axis in axes:
+        if axis.get_subplotspec().is_first_col():
+            axis.set_ylabel(tag.split("/")[-1].replace("_", " "))
+    handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(4, len(handles)))
+    save(figure, path, ("task", "method", "runs", "step", "mean", "std"), rows)
+
+
+def draw_intervals(boxes, path, xlabel, header, width=3.1, xlim=None, colours=COLOURS):
+    """Points with 95 % intervals; boxes: {title: {label: (..., point, low, high)}}. Returns the table."""
+    labels = list(dict.fromkeys(label for box in boxes.values() for label in box))
+    figure, axes = panels(len(boxes), 4, width, height=0.9 + 0.35 * len(labels))
+    for axis, (title, box) in zip(axes, boxes.items(), strict=True):
+        for label, (*_, point, low, high) in box.items():
+            y, colour = labels.index(label), colours[labels.index(label) % len(colours)]
+            axis.plot([low, high], [y, y], color=colour, lw=7, alpha=0.4, solid_capstyle="butt")
+            axis.plot(point, y, "o", color=colour)
+        axis.set_yticks(range(len(labels)), labels if axis.get_subplotspec().is_first_col() else [""] * len(labels))
+        axis.set(title=title, xlim=xlim, ylim=(len(labels) - 0.5, -0.5))
+        axis.locator_params(axis="x", nbins=4)
+        axis.grid(axis="x", alpha=0.4)
+    figure.supxlabel(xlabel)
+    rows = [(title, label, *numbers) for title, box in boxes.items() for label, numbers in box.items()]
+    save(figure, path, header, rows)
+    return header, rows
+
+
+def draw_scores(scores, methods, path):
+    """Final scores of each task, and over all games in units of a human player's."""
+    boxes = {}
+    for env_id, by_method in scores.items():
+        boxes[short(env_id)] = {
+            method: (len(values), values.mean(), values.std(ddof=1) if len(values) > 1 else 0.0, *iqm_interval([values]))
+            for method, values in by_method.items()
+        }
+    for method in methods:
+        normalised = [normalise(env_id, by_method[method]) for env_id, by_method in scores.items() if method in by_method]
+        if len(normalised) == len(scores) and all(values is not None for values in normalised):
+            together = np.concatenate(normalised)
+            numbers = (len(together), together.mean(), together.std(), *iqm_interval(normalised))
+            boxes.setdefault("all games (human = 1)", {})[method] = numbers
+    header = ("task", "method", "runs", "mean", "std", "IQM", "95 % from", "to")
+    return draw_intervals(boxes, path, "final score: IQM and 95 % interval", header)
+
+
+def draw_improvement(scores, methods, path):
+    """How likely a run of one method beats a run of another."""
+    box = {}
+    for x, y in itertools.combinations(methods, 2):
+        pairs = [(by_method[x], by_method[y]) for by_method in scores.values() if x in by_method and y in by_method]
+        if pairs:
+            box[f"{x} > {y}"] = (len(pairs), *improvement_interval(pairs))
+    header = ("task", "comparison", "tasks", "probability", "95 % from", "to")
+    xlabel = "probability of improvement and 95 % interval"
+    return draw_intervals({"all tasks": box}, path, xlabel, header, width=6, xlim=(0, 1.02), colours=["black"])
+
+
+def draw_maps(tasks, steps, path):
+    """The ablation: score of the interval that starts at the given steps, for each k and ū, with the best η of each."""
+    figure, axes = panels(len(tasks) * len(steps), len(steps), width=4.2, height=3.4)
+    rows = []
+    for axis, ((env_id, runs), step) in zip(axes, itertools.product(tasks.items(), steps), strict=True):
+        cells = defaultdict(lambda: defaultdict(list))
+        for run in runs:
+            if "u_bar" in run.args:
+                cells[run.args["bootstrap_length"] or run.args["num_steps"], run.args["u_bar"]][run.args["eta"]].append(run)
+        if not cells:
+            fail(f"--maps-at needs runs with k and ū, and those of {env_id} have none.")
+        ks, caps = (sorted(set(values)) for values in zip(*cells, strict=True))
+        grid = np.full((len(caps), len(ks)), np.nan)
+        for (k, cap), by_eta in sorted(cells.items()):
+            # The paper: the best η "according to average long-term performance", here the mean over the second half of the steps.
+            long_term = {eta: np.mean([final_score(run, run.end, 0.5) for run in by_eta[eta]]) for eta in by_eta}
+            eta = max(long_term, key=long_term.get)
+            scores = [score for run in by_eta[eta] if (score := score_from(run, step)) is not None]
+            if len(scores) < len(by_eta[eta]):
+                note(f"{short(env_id)}, k = {k}, ū = {cap}, η = {eta}: {len(by_eta[eta]) - len(scores)} run(s) end before {step:,}")
+            if scores:
+                grid[caps.index(cap), ks.index(k)] = np.mean(scores)
+            rows.append((env_id, step, k, cap, eta, len(scores), np.mean(scores) if scores else ""))
+        image = axis.imshow(grid, cmap="cividis", origin="lower", aspect="auto")
+        figure.colorbar(image, ax=axis, label="averaged score")
+        for y, x in np.argwhere(~np.isnan(grid)):
+            dark = grid[y, x] < (np.nanmin(grid) + np.nanmax(grid)) / 2
+            axis.text(x, y, f"{grid[y, x]:.3g}", ha="center", va="center", size=10, color="white" if dark else "black")
+        axis.set_xticks(range(len(ks)), [f"{k:g}" for k in ks])
+        axis.set_yticks(range(len(caps)), ["∞" if np.isinf(cap) else f"{cap:g}" for cap in caps])
+        axis.set(title=f"{short(env_id)}, {step / 1e6:g}M steps", xlabel="bootstrap length k (steps)", ylabel="cap ū (nats)")
+    header = ("task", "from step", "k", "ū", "best η", "runs", "averaged score")
+    save(figure, path, header, rows)
+    return header, rows
+
+
+def score_from(run, step):
+    """The averaged score of the first interval that starts at `step` or later, or None."""
+    interval = run.args["score_interval"] * run.args["num_envs"] * run.args["num_steps"]
+    steps, scores = run.curves[SCORE]
+    later = scores[steps - interval >= step]
+    return later[0] if len(later) else None
+
+
+def short(env_id):
+    return env_id.replace("NoFrameskip-v4", "")
+
+
+def markdown(header, rows):
+    def text(cell):
+        return str(cell) if not isinstance(cell, float) else f"{cell:,.0f}" if 1000 <= abs(cell) < np.inf else f"{cell:.3g}"
+
+    lines = [header, ["---"] * len(header), *([text(cell) for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main(args):
+    if not 0 < args.final <= 1:
+        fail(f"--final must lie in (0, 1], not {args.final}.")
+    for folder in args.folders:
+        if not folder.is_dir():
+            fail(f"there is no folder {folder}.")
+    runs = read_runs(args.folders)
+    methods = name_methods(runs)
+    tasks = {
+        env_id: [run for run in runs if run.args["env_id"] == env_id] for env_id in sorted({run.args["env_id"] for run in runs})
+    }
+    ends = {env_id: common_end(tasks[env_id]) for env_id in tasks}
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    plt.rcParams.update({"font.size": 13, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "fixed"})
+
+    def path(what):
+        return args.output.with_name(f"{args.output.name}_{what}")
+
+    if args.maps_at:
+        tables = [draw_maps(tasks, args.maps_at, path("ablation"))]
+    else:
+        for tag in args.tags:
+            draw_curves(tasks, ends, methods, tag, path(tag.split("/")[-1]))
+        scores = {env_id: final_scores(tasks[env_id], ends[env_id], args.final, methods) for env_id in tasks}
+        tables = [draw_scores(scores, methods, path("scores"))]
+        if len(methods) > 1:
+            tables.append(draw_improvement(scores, methods, path("improvement")))
+    table = path("table").with_suffix(".md")
+    table.write_text("\n\n".join(markdown(header, rows) for header, rows in tables) + "\n")
+    print(f"wrote {table}:\n\n{table.read_text()}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

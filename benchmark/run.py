@@ -1,0 +1,428 @@
+"""Runs an experiment: all of its methods, tasks, seeds and arguments. Skips what is finished and resumes what was interrupted.
+
+    python benchmark/run.py --preset mujoco-figure --dry-run
+    python benchmark/run.py --preset mujoco-figure --workers 2
+    python benchmark/run.py --scripts bdpg_mujoco.py --envs Hopper-v5 Swimmer-v5 --seeds 1 2 3 --set eta=0,0.1 u-bar=10,inf
+    python benchmark/run.py --preset atari-figure --executor slurm --partition gpu --gpus 1 --workers 40
+
+Presets, folders, clusters, and how to plot what comes out: docs/benchmark.md.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import fcntl
+import functools
+import importlib
+import io
+import itertools
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple, Optional
+
+import tyro
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))  # the scripts are imported to check their arguments
+SCRIPTS = [str(path.relative_to(ROOT)) for folder in (ROOT, ROOT / "benchmark") for path in folder.glob("*_*.py")]
+SCRIPTS = sorted(script for script in SCRIPTS if script.endswith(("_atari.py", "_mujoco.py")))
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+# Agent steps per second on one core of a two-core CPU, and the most threads that a script makes use of: for a first guess.
+SPEED = {"atari": (130, 4), "mujoco": (1200, 1)}
+
+
+class Experiment(NamedTuple):
+    methods: dict  # name of a method: its script and the arguments that make it this method
+    envs: tuple
+    total_timesteps: Optional[int] = None  # None: the script's default
+    seeds: tuple = (1, 2, 3, 4, 5)
+    settings: dict = {}  # further arguments, {name: values}, of which all combinations are run
+
+
+BDPG, BDPG_NAIVE = ("bdpg_atari.py", {"eta": "0.1"}), ("bdpg_atari.py", {"eta": "0"})
+GAMES = ("Freeway", "Hero", "Seaquest", "Venture", "Breakout", "Qbert", "Asterix", "BeamRider")  # the first four: hard to explore
+TASKS = ("Hopper", "HalfCheetah", "Walker2d", "InvertedDoublePendulum", "Swimmer", "Ant")
+PRESETS = {
+    "atari-figure": Experiment(
+        {"bdpg": BDPG, "bdpg-naive": BDPG_NAIVE, "ppo-wgan": ("ppo_wgan_atari.py", {}), "ppo-qr": ("ppo_qr_atari.py", {})},
+        envs=tuple(f"{game}NoFrameskip-v4" for game in GAMES),
+        total_timesteps=10_000_000,
+    ),
+    "mujoco-figure": Experiment(
+        {"bdpg-naive": ("bdpg_mujoco.py", {"eta": "0"}), "ppo-wgan": ("ppo_wgan_mujoco.py", {})},
+        envs=tuple(f"{task}-v5" for task in TASKS),
+        total_timesteps=1_000_000,
+    ),
+    # The paper gives scores of the batch started at 10M and at 150M steps. Of the values on its axes its text has k = 1, ū = inf.
+    "ablation": Experiment(
+        {"bdpg": ("bdpg_atari.py", {})},
+        envs=("BreakoutNoFrameskip-v4", "QbertNoFrameskip-v4"),
+        total_timesteps=151_000_000,
+        seeds=(1,),
+        settings={"bootstrap-length": "1 8 32 128 256".split(), "u-bar": "1 10 100 inf".split(), "eta": "0.01 0.1 1".split()},
+    ),
+    "curiosity": Experiment(
+        {"bdpg": ("bdpg_mujoco.py", {"eta": "0.1"}), "bdpg-naive": ("bdpg_mujoco.py", {"eta": "0"})},
+        envs=("MountainCarContinuous-v0",),
+        total_timesteps=300_000,
+        seeds=tuple(range(1, 11)),
+    ),
+}
+
+
+@dataclass
+class Args:
+    preset: Optional[str] = None
+    """a named experiment: atari-figure, mujoco-figure, ablation or curiosity; what follows changes it"""
+    scripts: tuple[str, ...] = ()
+    """without a preset: the scripts to run"""
+    envs: tuple[str, ...] = ()
+    """the tasks"""
+    seeds: tuple[int, ...] = ()
+    """the seeds (without a preset: 1 to 5)"""
+    total_timesteps: Optional[int] = None
+    """agent steps of each run"""
+    set: tuple[str, ...] = ()
+    """further arguments of the scripts; of several values all combinations are run: num-envs=8 eta=0,0.1 u-bar=10,inf"""
+    run_dir: Optional[Path] = None
+    """where the runs' folders are made (default: runs/PRESET, or runs/grid)"""
+    dry_run: bool = False
+    """only show what would be run, with commands, and about how long it would take"""
+    executor: Literal["local", "slurm"] = "local"
+    """processes on this machine, or a job array of a Slurm cluster (needs `pip install submitit`)"""
+    workers: Optional[int] = None
+    """runs at once (default: one per core; on Slurm as many as the cluster lets)"""
+    partition: Optional[str] = None
+    """Slurm: the partition"""
+    hours: int = 24
+    """Slurm: time limit of a job; a run that reaches it saves, and is queued again to go on"""
+    cpus: int = 4
+    """Slurm: cores per job"""
+    gpus: int = 0
+    """Slurm: GPUs per job"""
+
+
+def fail(message):
+    """One sentence on stderr and exit code 2: a user who is wrong never sees a traceback."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def check_name(name, known, kind):
+    if name not in known:
+        fail(f"there is no {kind} {name!r}; did you mean {difflib.get_close_matches(name, known, n=1, cutoff=0)[0]}?")
+
+
+# --- what to run ---
+
+
+@dataclass(frozen=True)
+class Run:
+    method: str
+    script: str
+    env_id: str
+    seed: int
+    folder: Path  # holds log.txt, and the folder that the script makes
+    arguments: tuple
+    steps: int  # when it is finished
+
+    def __str__(self):
+        return f"{self.method} {self.env_id} seed {self.seed}"
+
+    def checkpoint(self):
+        return max(self.folder.glob("*/checkpoint-*.pt"), key=lambda path: path.name, default=None)
+
+    def steps_saved(self):
+        checkpoint = self.checkpoint()
+        return int(checkpoint.stem.removeprefix("checkpoint-")) if checkpoint else 0
+
+    def state(self):
+        saved = self.steps_saved()
+        return "finished" if saved >= self.steps else "to resume" if saved else "new"
+
+    def command(self):
+        checkpoint = self.checkpoint()
+        resume = ["--resume", str(checkpoint.parent)] if checkpoint else []
+        return [sys.executable, str(ROOT / self.script), *self.arguments, *resume]
+
+    def log_tail(self):
+        with open(self.folder / "log.txt", "rb") as log:
+            log.seek(-min(2000, log.seek(0, os.SEEK_END)), os.SEEK_END)
+            return log.read().decode(errors="replace").strip()
+
+
+def choose_experiment(args):
+    """The preset, or an experiment of the given scripts, with what the command line changes."""
+    if args.preset is not None:
+        check_name(args.preset, PRESETS, "preset")
+        experiment = PRESETS[args.preset]
+    for script in args.scripts:
+        check_name(script, SCRIPTS, "script")
+    if (args.preset is None) == (not args.scripts) or not (args.preset or args.envs):
+        fail(f"give either --preset ({', '.join(PRESETS)}), or --scripts and --envs.")
+    if args.scripts:
+        experiment = Experiment({Path(script).stem: (script, {}) for script in args.scripts}, args.envs)
+    settings = {}
+    for setting in args.set:
+        name, _, values = setting.partition("=")
+        if not all(values.split(",")):
+            fail(f"--set takes NAME=VALUE or NAME=VALUE,VALUE, not {setting!r}.")
+        settings[name.replace("_", "-")] = values.split(",")
+    for name in {"env-id", "seed", "total-timesteps", "run-dir", "resume"} & {*settings}:
+        fail(f"--set {name} is not possible: --envs, --seeds, --total-timesteps and --run-dir do it for all runs.")
+    for name in {name for _, own in experiment.methods.values() for name in own} & {*settings}:
+        fail(f"--set {name} is not possible: it is what tells the methods of {args.preset} apart.")
+    return experiment._replace(
+        envs=args.envs or experiment.envs,
+        seeds=args.seeds or experiment.seeds,
+        total_timesteps=experiment.total_timesteps if args.total_timesteps is None else args.total_timesteps,
+        settings=experiment.settings | settings,
+    )
+
+
+@functools.cache
+def parse_setting(script, module, name, value):
+    """An argument as the script's command line takes it, and its value; refuses what the script would not take."""
+    fields = {field.name.replace("_", "-"): field for field in dataclasses.fields(module.Args)}
+    check_name(name, list(fields), f"argument of {script}")
+    is_flag = fields[name].type is bool and value.lower() in ("true", "false")
+    option = [f"--{name}" if value.lower() == "true" else f"--no-{name}"] if is_flag else [f"--{name}", value]
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            return option, getattr(tyro.cli(module.Args, args=option), fields[name].name)
+    except SystemExit:
+        fail(f"{script} does not take {name}={value}.")
+
+
+def check_folder(folder, wanted):
+    """A folder is for one run; refuses if it holds one that was made with other arguments."""
+    free = ("total_timesteps", "run_dir", "save_every", "resume", "cuda", "track", "wandb_project", "capture_video")
+    for path in folder.glob("*/run.json"):
+        try:
+            made = json.loads(path.read_text())["args"]
+        except (ValueError, KeyError):
+            fail(f"{path} is damaged; move its folder away or choose another --run-dir.")
+        changed = [f"{name} was {made.get(name)}" for name in wanted if name not in free and made.get(name) != wanted[name]]
+        if changed:
+            fail(f"{path.parent} is a run with other arguments ({', '.join(changed)}); choose another --run-dir.")
+
+
+def plan(args):
+    """Every run of the experiment, checked as far as it can be before it starts."""
+    experiment = choose_experiment(args)
+    run_dir = (args.run_dir or Path("runs") / (args.preset or "grid")).resolve()
+    runs = []
+    for method, (script, own) in experiment.methods.items():
+        module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+        for values in itertools.product(*experiment.settings.values()):
+            settings = own | dict(zip(experiment.settings, values, strict=True))
+            varied = [f"{name}={settings[name]}" for name, choice in experiment.settings.items() if len(choice) > 1]
+            parsed, command_line = module.Args(), []
+            if experiment.total_timesteps is not None:
+                parsed.total_timesteps = experiment.total_timesteps
+            for name, text in settings.items():
+                option, value = parse_setting(script, module, name, text)
+                setattr(parsed, name.replace("-", "_"), value)
+                command_line += option
+            parsed.num_steps = max(parsed.num_steps, parsed.bootstrap_length or 0)  # as the script does
+            batch = parsed.num_envs * parsed.num_steps
+            for env_id, seed in itertools.product(dict.fromkeys(experiment.envs), dict.fromkeys(experiment.seeds)):
+                folder = run_dir / "_".join([method, *varied]) / env_id.replace("/", "-") / f"seed-{seed}"
+                wanted = dataclasses.replace(parsed, env_id=env_id, seed=seed)
+                module.check_args(wanted)
+                check_folder(folder, module.plain_args(wanted))
+                arguments = ["--env-id", env_id, "--seed", str(seed), "--run-dir", str(folder)]
+                arguments += ["--total-timesteps", str(parsed.total_timesteps), *command_line]
+                steps = parsed.total_timesteps // batch * batch
+                runs.append(Run(folder.parts[-3], script, env_id, seed, folder, tuple(arguments), steps))
+        for env_id in experiment.envs:  # the script itself knows best what it can play
+            module.make_envs(dataclasses.replace(parsed, env_id=env_id, num_envs=1), None).close()
+    return runs
+
+
+def show_plan(runs, workers, threads, with_commands):
+    """Prints what there is to do and about how long it takes."""
+    for method, env_id in dict.fromkeys((run.method, run.env_id) for run in runs):
+        states = Counter(run.state() for run in runs if (run.method, run.env_id) == (method, env_id))
+        print(f"{method}  {env_id}:  {', '.join(f'{number} {state}' for state, number in states.items())}")
+    todo = [run for run in runs if run.state() != "finished"]
+    seconds = 0
+    for run in todo:
+        speed, useful_threads = SPEED[Path(run.script).stem.rsplit("_", 1)[1]]
+        seconds += (run.steps - run.steps_saved()) / (speed * min(threads, useful_threads))
+        if with_commands:
+            print(shlex.join(run.command()))
+    at_once = min(workers, len(todo))
+    minutes = seconds / max(at_once, 1) / 60
+    duration = f"{minutes / 60:,.1f} h" if minutes >= 60 else f"{minutes:.0f} min"
+    print(f"{len(todo)} of {len(runs)} runs to do, {at_once} at once, threads for each: {threads}; about {duration} on a CPU")
+
+
+# --- running ---
+
+
+class TrainingJob:
+    """A run as a process. For local runs it is started from here; on a cluster submitit calls it on the job's machine."""
+
+    def __init__(self, run, threads):
+        self.run, self.threads, self.process = run, threads, None
+
+    def start(self):
+        self.run.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.run.folder / "log.txt", "a") as log:
+            try:
+                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # inherited by the script: held for as long as it lives
+            except BlockingIOError:
+                return self
+            command = self.run.command()
+            print("$", shlex.join(command), file=log, flush=True)
+            # A session of its own: Ctrl-C in the terminal then reaches the script once, from `stop`. SIGUSR2, by which Slurm
+            # warns all processes of a job, stays blocked in the script, which it would kill: `checkpoint` sees to it.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+            environment = os.environ | {"OMP_NUM_THREADS": str(self.threads)}
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
+        return self
+
+    def done(self):
+        return self.process is None or self.process.poll() is not None
+
+    def stop(self):
+        if not self.done():
+            self.process.send_signal(signal.SIGINT)
+
+    def result(self):
+        """None, or why the run is not finished."""
+        if self.process is None:
+            return "another process is at it"
+        if self.process.returncode:
+            return f"exit code {self.process.returncode}: {self.run.log_tail().splitlines()[-1]}"
+
+    def __call__(self):
+        self.start()
+        while not self.done():
+            time.sleep(0.2)
+        return self.result()
+
+    def checkpoint(self):
+        """Called by submitit when the job's time is up or its machine is wanted: saves, and returns the job that goes on."""
+        from submitit.helpers import DelayedSubmission
+
+        self.stop()
+        while not self.done():
+            time.sleep(0.2)
+        return DelayedSubmission(TrainingJob(self.run, self.threads))
+
+
+def submit(runs, args):
+    """Hands the runs to the cluster as one job array."""
+    try:
+        import submitit
+    except ImportError:
+        fail("--executor slurm needs submitit; install it with: pip install submitit")
+    try:
+        executor = submitit.AutoExecutor(runs[0].folder.parents[2] / "submitit", cluster="slurm", slurm_max_num_timeout=1000)
+    except RuntimeError as error:
+        fail(f"--executor slurm does not work on this machine ({error}).")
+    executor.update_parameters(
+        name=args.preset or "grid",
+        timeout_min=60 * args.hours,
+        cpus_per_task=args.cpus,
+        gpus_per_node=args.gpus,
+        slurm_partition=args.partition,
+        slurm_array_parallelism=args.workers,
+    )
+    with executor.batch():
+        return [executor.submit(TrainingJob(run, args.cpus)) for run in runs]
+
+
+def follow(runs, waiting, active, workers, threads, stops):
+    """Starts what waits and shows how far everything is, until nothing runs any more. Returns the failures {run: reason}."""
+    steps = {run: min(run.steps_saved(), run.steps) for run in runs}
+    total, steps_before, start_time, last_line_time = sum(run.steps for run in runs), sum(steps.values()), time.time(), time.time()
+    in_terminal, failures, stops_passed_on = sys.stderr.isatty(), {}, 0
+    bar = tqdm(total=total, initial=steps_before, unit=" steps", unit_scale=True, disable=not in_terminal)
+    while active or (waiting and not stops):
+        while waiting and len(active) < workers and not stops:
+            run = waiting.popleft()
+            active[run] = TrainingJob(run, threads).start()
+        if len(stops) > stops_passed_on:
+            if any(not isinstance(job, TrainingJob) for job in active.values()):  # jobs of a cluster go on without us
+                break
+            stops_passed_on = len(stops)
+            tqdm.write("stopping after the current iteration of each run; once more to stop at once")
+            for job in active.values():
+                job.stop()
+        for run, job in list(active.items()):
+            with contextlib.suppress(OSError, IndexError):  # no log, or no step in it yet
+                logged = re.findall(r"^step ([\d,]+)", run.log_tail(), re.M)[-1]
+                steps[run] = max(steps[run], int(logged.replace(",", "")))
+            if job.done():
+                del active[run]
+                try:
+                    reason = job.result()
+                except Exception as error:  # submitit raises what went wrong on the other machine
+                    reason = str(error).strip().splitlines()[-1]
+                if reason is None:
+                    steps[run] = run.steps
+                elif not stops:
+                    failures[run] = reason
+                tqdm.write(f"{'finished' if reason is None else 'stopped' if stops else 'FAILED'}: {run}")
+        done, finished = sum(steps.values()), sum(steps[run] == run.steps for run in runs)
+        summary = f"{finished}/{len(runs)} runs finished, {len(active)} running, {len(failures)} failed"
+        bar.n = done
+        bar.set_postfix_str(summary)
+        if not in_terminal and time.time() - last_line_time > 60 and done > steps_before:
+            last_line_time = time.time()
+            hours_left = (total - done) / (done - steps_before) * (last_line_time - start_time) / 3600
+            print(f"{done / total:.1%}: {summary}, {hours_left:.1f} h left", flush=True)
+        time.sleep(0.2)
+    bar.close()
+    return failures
+
+
+def main(args):
+    if args.workers is not None and args.workers < 1:
+        fail(f"--workers must be at least 1, not {args.workers}.")
+    runs = plan(args)
+    on_cluster = args.executor == "slurm"
+    workers = args.workers or (len(runs) if on_cluster else CORES)
+    threads = args.cpus if on_cluster else max(1, CORES // workers)
+    show_plan(runs, workers, threads, with_commands=args.dry_run)
+    waiting, active, stops = deque(run for run in runs if run.state() != "finished"), {}, []
+    if args.dry_run or not waiting:
+        return 0
+    if on_cluster:
+        active = dict(zip(waiting, submit(waiting, args), strict=True))
+        waiting.clear()
+    signals = (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.signal(number, lambda number, frame: stops.append(number)) for number in signals]
+    failures = follow(runs, waiting, active, workers, threads, stops)
+    for number, handler in zip(signals, handlers, strict=True):
+        signal.signal(number, handler)
+
+    for run, reason in failures.items():
+        print(f"failed: {run}: {reason}; log: {run.folder / 'log.txt'}", file=sys.stderr)
+    finished = sum(run.state() == "finished" for run in runs)
+    print(f"{finished} of {len(runs)} runs are finished; they are in {runs[0].folder.parents[2]}")
+    if active:
+        job_ids = {job.job_id.split("_")[0] for job in active.values()}
+        print(f"the jobs go on without this program; to stop them: scancel {' '.join(job_ids)}")
+    elif stops or failures:
+        print(f"to go on: {shlex.join(['python', *sys.argv])}")
+    return 130 if stops else 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Args, description=__doc__)))

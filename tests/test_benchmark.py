@@ -1,0 +1,503 @@
+"""Experiment runner and plotter: every preset in miniature, runs that stop, fail and go on, statistics against brute force."""
+
+import csv
+import fcntl
+import importlib.util
+import itertools
+import json
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tyro
+from torch.utils.tensorboard import SummaryWriter
+
+from benchmark import plot, run
+
+ROOT = Path(__file__).parent.parent
+TINY = [
+    "num-envs=2",
+    "num-steps=16",
+    "minibatch-size=16",
+    "update-epochs=1",
+    "num-return-samples=1",
+    "score-interval=1",
+    "cuda=False",
+]
+
+
+class ForkedProcess:
+    """Stands in for subprocess.Popen: a copy of this process, which has the libraries loaded, runs the script."""
+
+    def __init__(self, command, stdout, stderr, env, start_new_session):
+        assert start_new_session and stdout is stderr
+        self.returncode = None
+        self.pid = os.fork()
+        if self.pid:
+            return
+        code = 1
+        try:
+            os.setsid()
+            os.dup2(stdout.fileno(), 1)
+            os.dup2(stdout.fileno(), 2)
+            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+            os.environ.update(env)
+            sys.argv = command[1:]
+            runpy.run_path(command[1], run_name="__main__")
+            code = 0
+        except SystemExit as end:
+            code = end.code
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def poll(self):
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path_factory, monkeypatch):
+    """MuJoCo leaves a log of its warnings in the working directory."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+
+
+@pytest.fixture
+def forked(monkeypatch, lazy_disk):
+    importlib.import_module("torch._dynamo")  # else every copy does it, which takes most of its time
+    monkeypatch.setattr(run, "CORES", 1)
+    monkeypatch.setattr(run, "subprocess", SimpleNamespace(Popen=ForkedProcess))
+
+
+def start(run_dir, options, settings=()):
+    """The runner's exit code."""
+    return run.main(tyro.cli(run.Args, args=[*options.split(), "--set", *TINY, *settings, "--run-dir", str(run_dir)]))
+
+
+def refusal(capsys, options):
+    """What the runner says when it refuses: one sentence, and nothing else."""
+    with pytest.raises(SystemExit) as end:
+        run.main(tyro.cli(run.Args, args=options.split()))
+    out, err = capsys.readouterr()
+    assert end.value.code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1
+    return err
+
+
+def interrupt_when(monkeypatch, condition):
+    """Ctrl-C for the runner, in its pause between two looks at its runs, once the condition holds."""
+
+    def sleep(seconds):
+        time.sleep(0.02)
+        if condition():
+            monkeypatch.setattr(run, "time", time)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(run, "time", SimpleNamespace(time=time.time, sleep=sleep))
+
+
+def plotted(folder, output, *options):
+    plot.main(tyro.cli(plot.Args, args=[str(folder), "--output", str(output), *options]))
+
+
+def read_csv(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# --- presets in miniature: run, interrupt, resume, plot ---
+
+BREAKOUT = ("BreakoutNoFrameskip-v4", ["num-envs=1", "num-steps=128", "minibatch-size=128"], 3)
+MINIATURES = {  # task, settings, iterations after which a run has scores, and the number of methods
+    "mujoco-figure": ("InvertedDoublePendulum-v5", [], 8, 2),
+    "curiosity": ("MountainCarContinuous-v0", ["num-envs=1", "num-steps=256"], 4, 2),
+    "atari-figure": (*BREAKOUT, 4),
+    "ablation": (*BREAKOUT, 2),
+}
+METHODS = {
+    "mujoco-figure": {"BDPG naive", "PPO+WGAN"},
+    "curiosity": {"BDPG", "BDPG naive"},
+    "atari-figure": {"BDPG", "BDPG naive", "PPO+WGAN", "PPO+QR"},
+}
+
+
+@pytest.mark.parametrize("preset", MINIATURES)
+def test_preset_runs_stops_goes_on_and_plots(preset, tmp_path, forked, monkeypatch, capsys):
+    env_id, settings, iterations, num_methods = MINIATURES[preset]
+    settings = settings + ["bootstrap-length=1,128", "u-bar=inf", "eta=0.1"] * (preset == "ablation")
+    runs, options = tmp_path / "runs", f"--preset {preset} --envs {env_id} --seeds 1 2 --workers 1"
+    interrupt_when(monkeypatch, lambda: any("step " in path.read_text() for path in runs.rglob("log.txt")))
+    assert start(runs, f"{options} --total-timesteps 100000000", settings) == 130  # so long that it cannot end before Ctrl-C
+    assert "to go on: python" in capsys.readouterr().out
+    (checkpoint,) = runs.rglob("checkpoint-*.pt")  # the only one that had begun, and it was saved
+    saved = int(checkpoint.stem.split("-")[1])
+
+    sizes = {name: int(value) for name, value in (item.split("=") for item in TINY + settings) if name in ("num-envs", "num-steps")}
+    total = saved + iterations * sizes["num-envs"] * sizes["num-steps"]
+    assert start(runs, f"{options} --total-timesteps {total}", settings) == 0
+    out = capsys.readouterr().out
+    assert "1 to resume" in out and "2 new" in out
+    number = 2 * num_methods
+    assert f"{number} of {number} runs are finished" in out
+    # One folder per run, also where it was resumed, and every run with the arguments that make its method.
+    records = [json.loads(path.read_text()) for path in runs.rglob("run.json")]
+    assert len(records) == number == len(list(runs.rglob("log.txt")))
+    assert all(record["args"]["total_timesteps"] == total and record["args"]["env_id"] == env_id for record in records)
+    assert len(list(checkpoint.parent.glob("events.out.tfevents.*"))) == 2
+
+    assert start(runs, f"{options} --total-timesteps {total}", settings) == 0
+    assert f"0 of {number} runs to do" in capsys.readouterr().out
+
+    if preset == "ablation":
+        plotted(runs, tmp_path / "figure", "--maps-at", "0", "100")
+        rows = read_csv(tmp_path / "figure_ablation.csv")
+        assert {(row["from step"], row["k"], row["ū"], row["runs"]) for row in rows} == {
+            (step, k, "inf", "2") for step in ("0", "100") for k in ("1", "128")
+        }
+    else:
+        plotted(runs, tmp_path / "figure")
+        rows = read_csv(tmp_path / "figure_averaged_score.csv")
+        assert {(row["method"], row["runs"]) for row in rows} == {(method, "2") for method in METHODS[preset]}
+        assert all(np.isfinite(float(row["mean"])) and float(row["step"]) <= total for row in rows)
+        aggregate = {row["task"] for row in read_csv(tmp_path / "figure_scores.csv")}
+        assert aggregate == {env_id.replace("NoFrameskip-v4", "")} | ({"all games (human = 1)"} if "atari" in preset else set())
+    pictures = [path.stem for path in tmp_path.glob("figure*.csv")]
+    for path in (tmp_path / f"{stem}.{ending}" for stem in pictures for ending in ("png", "svg")):
+        assert path.stat().st_size > 10_000
+    assert (tmp_path / "figure_table.md").read_text().startswith("| task |")
+
+
+def test_ctrl_c_in_a_terminal_reaches_the_script_once(tmp_path):
+    """As the terminal does it: SIGINT for the whole process group. A second SIGINT would stop the script before it saves."""
+    options = "--scripts bdpg_mujoco.py --envs Pendulum-v1 --seeds 1 --workers 1 --total-timesteps 100000000"
+    command = [sys.executable, str(ROOT / "benchmark" / "run.py"), *options.split(), "--run-dir", str(tmp_path), "--set", *TINY]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    while not any("step " in path.read_text() for path in tmp_path.rglob("log.txt")):
+        assert process.poll() is None
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    out, _ = process.communicate()
+    assert process.returncode == 130 and "stopped: bdpg_mujoco Pendulum-v1 seed 1" in out and "to go on: python" in out
+    assert len(list(tmp_path.rglob("checkpoint-*.pt"))) == 1
+
+
+# --- plans ---
+
+
+@pytest.mark.parametrize(
+    "preset, number, methods, envs, seeds",
+    [
+        ("atari-figure", 160, 4, 8, 5),
+        ("mujoco-figure", 60, 2, 6, 5),
+        ("ablation", 120, 60, 2, 1),
+        ("curiosity", 20, 2, 1, 10),
+    ],
+)
+def test_presets_are_the_experiments_of_the_paper(preset, number, methods, envs, seeds, tmp_path):
+    runs = run.plan(run.Args(preset=preset, run_dir=tmp_path))
+    assert len(runs) == len({item.folder for item in runs}) == number
+    assert len({item.method for item in runs}) == methods and {item.state() for item in runs} == {"new"}
+    assert len({item.env_id for item in runs}) == envs and len({item.seed for item in runs}) == seeds
+    assert not list(tmp_path.iterdir())
+
+
+def test_all_combinations_are_run_with_their_arguments(mujoco, tmp_path):
+    settings = ("eta=0,0.1", "u_bar=10,inf", "anneal-lr=false")
+    args = run.Args(scripts=("bdpg_mujoco.py",), envs=("Pendulum-v1",), seeds=(7,), set=settings, run_dir=tmp_path)
+    runs = run.plan(args)
+    assert [item.method for item in runs] == [f"bdpg_mujoco_eta={eta}_u-bar={cap}" for eta in ("0", "0.1") for cap in ("10", "inf")]
+    for item, (eta, cap) in zip(runs, itertools.product((0, 0.1), (10, np.inf)), strict=True):
+        parsed = tyro.cli(mujoco.Args, args=item.command()[2:])
+        assert (parsed.eta, parsed.u_bar, parsed.anneal_lr, parsed.seed, parsed.env_id) == (eta, cap, False, 7, "Pendulum-v1")
+        assert item.steps == 244 * 16 * 256  # whole batches of a million steps
+
+
+def test_estimate_is_steps_over_speed_and_workers(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "SPEED", {"mujoco": (1000, 1), "atari": (100, 2)})
+    atari = run.Run("a", "bdpg_atari.py", "X", 1, tmp_path / "a", (), 7_200_000)
+    mujoco = run.Run("m", "bdpg_mujoco.py", "Y", 1, tmp_path / "m", (), 7_200_000)
+    for runs, workers, threads, hours in (
+        ([atari], 1, 1, "20.0"),
+        ([atari], 1, 4, "10.0"),
+        ([mujoco], 3, 4, "2.0"),
+        ([mujoco, atari], 2, 1, "11.0"),
+    ):
+        run.show_plan(runs, workers, threads, with_commands=False)
+        assert f"about {hours} h" in capsys.readouterr().out
+    (tmp_path / "m" / "run").mkdir(parents=True)
+    (tmp_path / "m" / "run" / "checkpoint-000003600000.pt").touch()
+    run.show_plan([mujoco], 1, 1, with_commands=False)
+    out = capsys.readouterr().out
+    assert "1 to resume" in out and "about 1.0 h" in out
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ("--preset atary-figure", "did you mean atari-figure?"),
+        ("--scripts bdpg_mujuco.py --envs Hopper-v5", "did you mean bdpg_mujoco.py?"),
+        ("--scripts bdpg_mujoco.py --envs Hoper-v5", "did you mean Hopper-v5?"),
+        ("--preset atari-figure --envs BreakotNoFrameskip-v4", "did you mean BreakoutNoFrameskip-v4?"),
+        ("--preset atari-figure --envs Hopper-v5", "not an Atari game"),
+        ("--scripts bdpg_mujoco.py --envs Hopper-v5 --set etaa=1", "did you mean eta?"),
+        ("--preset mujoco-figure --set u-bar=10", "no argument of ppo_wgan_mujoco.py 'u-bar'"),
+        ("--scripts bdpg_mujoco.py --envs Hopper-v5 --set eta=much", "does not take eta=much"),
+        ("--scripts bdpg_mujoco.py --envs Hopper-v5 --set eta=0.1,-1", "--eta must be"),
+        ("--scripts bdpg_mujoco.py --envs Hopper-v5 --set eta", "NAME=VALUE"),
+        ("--scripts bdpg_mujoco.py --envs Hopper-v5 --set seed=1", "--seeds"),
+        ("--scripts bdpg_mujoco.py --envs Hopper-v5 --seeds -1", "--seed must lie"),
+        ("--scripts bdpg_mujoco.py --envs Hopper-v5 --total-timesteps 0", "--total-timesteps 0 is less"),
+        ("--scripts bdpg_mujoco.py --envs Hopper-v5 --workers 0", "--workers"),
+        ("--preset curiosity --set eta=1", "tells the methods of curiosity apart"),
+        ("--preset curiosity --scripts bdpg_mujoco.py", "either --preset"),
+        ("--scripts bdpg_mujoco.py", "--envs"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(options, words, capsys, tmp_path):
+    assert words in refusal(capsys, f"{options} --run-dir {tmp_path}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_slurm_without_submitit_or_a_cluster_is_refused(capsys, tmp_path, monkeypatch):
+    runs = [run.Run("m", "bdpg_mujoco.py", "Y", 1, tmp_path / "m" / "Y" / "seed-1", (), 1)]
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(SystemExit, match="2"):
+        run.submit(runs, run.Args())
+    assert "pip install submitit" in capsys.readouterr().err
+
+
+# --- runs that fail or clash ---
+
+
+def test_a_failed_run_does_not_stop_the_others(tmp_path, forked, capsys):
+    options = "--scripts bdpg_mujoco.py --envs ShortPendulum-v0 --seeds 1 --total-timesteps 96"
+    assert start(tmp_path, options, ["learning-rate=1e30,3e-4"]) == 1
+    out, err = capsys.readouterr()
+    assert "FAILED: bdpg_mujoco_learning-rate=1e30" in out and "finished: bdpg_mujoco_learning-rate=3e-4" in out
+    assert "1 of 2 runs are finished" in out and "is not finite" in err and err.count("\n") == 1
+    log = Path(re.search(r"log: (\S+)", err)[1]).read_text()
+    assert log.startswith("$ ") and "is not finite" in log
+
+    # What is finished is not run again, what failed is.
+    assert start(tmp_path, options, ["learning-rate=1e30,3e-4"]) == 1
+    assert "1 of 2 runs to do" in capsys.readouterr().out
+    assert len(list(tmp_path.glob("*3e-4/*/*/*/run.json"))) == 1
+
+    # A folder is for one run: other arguments do not pass for it, and are not mixed with it.
+    with pytest.raises(SystemExit, match="2"):
+        start(tmp_path, options, ["learning-rate=1e30,3e-4", "gamma=0.9"])
+    assert "gamma was 0.99" in capsys.readouterr().err
+
+
+def test_a_run_that_another_process_is_at_is_left_alone(tmp_path, forked, capsys):
+    folder = tmp_path / "bdpg_mujoco" / "ShortPendulum-v0" / "seed-1"
+    folder.mkdir(parents=True)
+    with open(folder / "log.txt", "a") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        assert start(tmp_path, "--scripts bdpg_mujoco.py --envs ShortPendulum-v0 --seeds 1 --total-timesteps 96") == 1
+    assert "another process is at it" in capsys.readouterr().err
+    assert [path.name for path in folder.iterdir()] == ["log.txt"] and not (folder / "log.txt").read_text()
+
+
+# --- submitit ---
+
+needs_submitit = pytest.mark.skipif(importlib.util.find_spec("submitit") is None, reason="submitit is not installed")
+
+
+@needs_submitit
+def test_grid_runs_as_jobs_of_submitit(tmp_path, monkeypatch, capsys):
+    import submitit
+
+    executor = submitit.AutoExecutor
+    monkeypatch.setattr(submitit, "AutoExecutor", lambda folder, cluster, **options: executor(folder, cluster="local"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # where the job finds this module; a script takes itself along
+    options = "--scripts bdpg_mujoco.py --envs InvertedDoublePendulum-v5 --seeds 1 --total-timesteps 96 --executor slurm --cpus 1"
+    assert start(tmp_path, options, ["learning-rate=1e30,3e-4"]) == 1
+    out, err = capsys.readouterr()
+    assert "1 of 2 runs are finished" in out and "is not finite" in err
+    assert len(list(tmp_path.glob("*3e-4/*/*/*/checkpoint-000000000096.pt"))) == 1
+
+
+@needs_submitit
+def test_a_job_whose_time_is_up_saves_and_hands_in_the_rest(tmp_path, forked, monkeypatch):
+    args = run.Args(scripts=("bdpg_mujoco.py",), envs=("ShortPendulum-v0",), seeds=(1,), set=tuple(TINY), run_dir=tmp_path)
+    (item,) = run.plan(args)
+    job = run.TrainingJob(item, threads=1).start()
+    while "step " not in item.log_tail():
+        time.sleep(0.02)
+    os.kill(job.process.pid, signal.SIGUSR2)  # Slurm sends it to all processes of a job, and the script must survive it
+    rest = job.checkpoint()
+    assert item.state() == "to resume" and "stopped early" in item.log_tail()
+    shorter = run.plan(run.dataclasses.replace(args, total_timesteps=item.steps_saved() + 64))
+    rest.function.run = shorter[0]
+    assert rest.function() is None and shorter[0].state() == "finished"
+    assert len(list(tmp_path.rglob("run.json"))) == 1
+
+
+# --- the plotter ---
+
+
+def write_run(folder, scores, script="bdpg_atari.py", env_id="BreakoutNoFrameskip-v4", seed=1, interval=1, **args):
+    """A folder as the scripts leave it, with an averaged score every 1,000 steps."""
+    folder = folder / f"{env_id}__{script}__{seed}__{'-'.join(map(str, args.values()))}"
+    folder.mkdir(parents=True)
+    sizes = {"score_interval": interval, "num_envs": 10, "num_steps": 100, "bootstrap_length": None}
+    record = {"script": script, "args": sizes | {"env_id": env_id, "seed": seed, "run_dir": str(folder)} | args}
+    (folder / "run.json").write_text(json.dumps(record))
+    with SummaryWriter(folder, purge_step=1) as writer:
+        for index, score in enumerate(scores):
+            writer.add_scalar("charts/averaged_score", score, 1000 * (index + 1))
+    return folder
+
+
+def brute_force_iqm(scores):
+    scores = sorted(scores)
+    quarter = int(len(scores) * 0.25)
+    middle = scores[quarter:-quarter] if quarter else scores
+    return sum(middle) / len(middle)
+
+
+def assert_interval(low, high, outcomes):
+    """The ends are 2.5 % and 97.5 % quantiles of the outcomes, all equally likely, as far as random draws can tell."""
+    outcomes, error = np.array(outcomes), 5 * (0.025 * 0.975 / plot.NUM_RESAMPLES) ** 0.5
+    assert (outcomes < low - 1e-9).mean() < 0.025 + error and (outcomes <= low + 1e-9).mean() > 0.025 - error
+    assert (outcomes > high + 1e-9).mean() < 0.025 + error and (outcomes >= high - 1e-9).mean() > 0.025 - error
+
+
+def all_resamples(scores):
+    return list(itertools.product(scores, repeat=len(scores)))
+
+
+@pytest.mark.parametrize("n", range(1, 14))
+def test_iqm_is_the_mean_of_the_middle(n):
+    scores = np.random.default_rng(n).normal(size=(3, n)) ** 3
+    for found, row in zip(plot.iqm(scores), scores, strict=True):
+        assert found == pytest.approx(brute_force_iqm(row))
+
+
+def test_iqm_interval_is_that_of_all_resamples():
+    tasks = [np.array([0.1, 0.4, 2.0, 2.2]), np.array([5.0, 9.0, 7.5])]
+    outcomes = [brute_force_iqm(a + b) for a in all_resamples(tasks[0]) for b in all_resamples(tasks[1])]
+    point, low, high = plot.iqm_interval(tasks)
+    assert point == pytest.approx(brute_force_iqm([*tasks[0], *tasks[1]]))
+    assert_interval(low, high, outcomes)
+
+
+def test_improvement_is_the_share_of_pairs_won():
+    pairs = [(np.array([1.0, 2.0, 3.0]), np.array([2.0, 0.0])), (np.array([4.0, 0.5]), np.array([1.0, 3.0, 5.0]))]
+
+    def wins(xs, ys):
+        return sum(1.0 if x > y else 0.5 if x == y else 0.0 for x in xs for y in ys) / (len(xs) * len(ys))
+
+    point, low, high = plot.improvement_interval(pairs)
+    assert point == pytest.approx((wins(*pairs[0]) + wins(*pairs[1])) / 2)
+    each = [[wins(x, y) for x in all_resamples(xs) for y in all_resamples(ys)] for xs, ys in pairs]
+    assert_interval(low, high, [(a + b) / 2 for a in each[0] for b in each[1]])
+
+
+def test_curves_are_mean_and_standard_deviation_over_runs(tmp_path):
+    scores = {1: [1.0, 3.0, 8.0], 2: [3.0, 3.0, 1.0], 3: [5.0, 9.0, 3.0]}
+    for seed, values in scores.items():
+        write_run(tmp_path, values, seed=seed, eta=0.1)
+    write_run(tmp_path, [7.0, 7.0, 7.0, 100.0], script="ppo_qr_atari.py")
+    plotted(tmp_path, tmp_path / "figure")
+    rows = read_csv(tmp_path / "figure_averaged_score.csv")
+    assert {(row["method"], row["runs"]) for row in rows} == {("BDPG", "3"), ("PPO+QR", "1")}
+    bdpg = [row for row in rows if row["method"] == "BDPG"]
+    for row, values in ((bdpg[0], [1, 3, 5]), (bdpg[-1], [8, 1, 3])):
+        assert float(row["mean"]) == pytest.approx(np.mean(values))
+        assert float(row["std"]) == pytest.approx(np.sqrt(sum((v - np.mean(values)) ** 2 for v in values) / 2))
+    # All are compared at the step that all have reached, which is not that of the longest.
+    assert {float(row["step"]) for row in (bdpg[-1], rows[-1])} == {3000.0} and float(rows[-1]["mean"]) == 7
+
+
+def test_final_scores_are_normalised_by_human_and_random_play(tmp_path):
+    for seed, score in enumerate((30.5, 59.3)):  # a human's score, and twice as far from a random player's
+        write_run(tmp_path, [0.0] * 8 + [score - 1, score + 1], seed=seed, eta=0.0)
+        write_run(tmp_path, [0.0] * 8 + [13455.0] * 2, env_id="QbertNoFrameskip-v4", seed=seed, eta=0.0)
+    plotted(tmp_path, tmp_path / "figure", "--final", "0.2")
+    scores = {row["task"]: row for row in read_csv(tmp_path / "figure_scores.csv")}
+    assert float(scores["Breakout"]["mean"]) == pytest.approx((30.5 + 59.3) / 2)
+    assert float(scores["all games (human = 1)"]["IQM"]) == pytest.approx(1)  # the middle two of 1, 2, 1, 1
+    assert float(scores["all games (human = 1)"]["mean"]) == pytest.approx(1.25)
+    assert scores["Qbert"]["method"] == "BDPG naive" and scores["Qbert"]["runs"] == "2"
+
+
+def test_map_takes_the_best_eta_and_the_interval_after_the_step(tmp_path):
+    interval = 2  # of 1,000 steps each
+    write_run(tmp_path, [9.0, 9.0, 0.0, 0.0, 1.0, 1.0], interval=interval, bootstrap_length=1, u_bar=10.0, eta=0.1)
+    write_run(tmp_path, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], interval=interval, bootstrap_length=1, u_bar=10.0, eta=1.0)
+    write_run(tmp_path, [7.0, 7.0, 7.0], interval=interval, bootstrap_length=8, u_bar=float("inf"), eta=0.1)
+    plotted(tmp_path, tmp_path / "figure", "--maps-at", "1000", "3500")
+    rows = {(row["k"], row["from step"]): row for row in read_csv(tmp_path / "figure_ablation.csv")}
+    assert rows["1", "1000"]["best η"] == rows["1", "3500"]["best η"] == "1.0"  # better in the long run, if not at first
+    # Scores at 3,000 and 6,000 are the first of intervals that start at 1,000 and 3,500 or later.
+    assert [float(rows["1", step]["averaged score"]) for step in ("1000", "3500")] == [3.0, 6.0]
+    assert float(rows["8", "1000"]["averaged score"]) == 7 and rows["8", "3500"]["averaged score"] == ""
+
+
+def test_methods_are_named_by_what_differs(tmp_path):
+    write_run(tmp_path, [1.0], eta=0.0, u_bar=10.0)
+    for cap in (10.0, 100.0):
+        write_run(tmp_path, [1.0], eta=0.1, u_bar=cap, save_every=int(cap))
+    write_run(tmp_path, [1.0], script="ppo_wgan_atari.py")
+    assert plot.name_methods(plot.read_runs([tmp_path])) == ["BDPG naive", "BDPG, u_bar 10.0", "BDPG, u_bar 100.0", "PPO+WGAN"]
+
+
+def test_broken_logs_are_named_and_skipped(tmp_path, capsys):
+    whole, cut, empty, damaged = (write_run(tmp_path, [1.0, 2.0, 3.0], seed=seed, eta=0.1) for seed in range(4))
+    (events,) = cut.glob("events*")
+    events.write_bytes(events.read_bytes()[:-5])
+    next(empty.glob("events*")).write_bytes(b"")
+    (damaged / "run.json").write_text('{"args": ')
+    (tmp_path / "text" / "deep").mkdir(parents=True)
+    runs = plot.read_runs([tmp_path])
+    assert {item.folder: item.curves[plot.SCORE].tolist() for item in runs} == {
+        whole: [[1000, 2000, 3000], [1, 2, 3]],
+        cut: [[1000, 2000], [1, 2]],
+    }
+    err = capsys.readouterr().err
+    assert f"skipped the end of {events}" in err and f"skipped {damaged}" in err
+    assert f"skipped all of {empty}" in err and f"skipped {empty}" in err and str(whole) not in err
+
+
+def test_a_resumed_log_replaces_what_came_after_the_checkpoint(tmp_path):
+    folder = write_run(tmp_path, [1.0, 2.0, 3.0, 4.0], eta=0.1)
+    (first,) = folder.glob("events*")
+    first.rename(folder / "events.out.tfevents.1000000000.host.1.0")
+    with SummaryWriter(folder, purge_step=2001) as writer:
+        writer.add_scalar("charts/averaged_score", 30.0, 3000)
+    (item,) = plot.read_runs([tmp_path])
+    assert item.curves[plot.SCORE].tolist() == [[1000, 2000, 3000], [1, 2, 30]]
+
+
+def test_of_two_equal_runs_the_longer_counts(tmp_path, capsys):
+    short, long = write_run(tmp_path / "a", [1.0], eta=0.1), write_run(tmp_path / "b", [1.0, 2.0], eta=0.1)
+    (item,) = plot.read_runs([tmp_path])
+    assert item.folder == long and f"skipped {short}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options, words", [(["nowhere"], "no folder"), (["."], "no run with scores"), ([".", "--final", "0"], "--final")]
+)
+def test_bad_input_of_the_plotter_is_refused(options, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        plot.main(tyro.cli(plot.Args, args=options))
+    assert words in capsys.readouterr().err and not list(tmp_path.iterdir())
