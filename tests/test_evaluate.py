@@ -11,7 +11,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import ATARI, BDPG, MUJOCO, SCRIPTS, n_step_target, rollout, short_args, spy
+from conftest import ATARI, BDPG, MUJOCO, SCRIPTS, change_games, n_step_target, rollout, short_args, spy
 
 import evaluate
 
@@ -189,9 +189,10 @@ def drawable():
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_video_and_report(trained, name, tmp_path, request):
+def test_video_and_report(trained, name, tmp_path, request, monkeypatch):
     import imageio.v3 as iio
 
+    change_games(monkeypatch, max_num_frames_per_episode=1000)  # long enough for returns that are known
     if name in MUJOCO:
         request.getfixturevalue("drawable")
     run(trained[name], episodes=1, video=True, video_steps=4, report=True, output=tmp_path / "e.json")
