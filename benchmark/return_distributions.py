@@ -439,7 +439,7 @@ def over_states(jobs, measure, combine):
 
 
 def markdown(title, header, rows):
-    cells = [[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    cells = [["" if cell != cell else f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
     lines = ["| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *cells]]
     return "\n".join([title, "", *lines, "", ""])
 
@@ -459,10 +459,10 @@ def make_tables(jobs):
         torch.manual_seed(0)
         floor = w1_distance(PROCESSES[name].draw(NUM_SAMPLES), PROCESSES[name]).mean().item()
         own = [select(jobs, process=name, **variant) for variant in columns.values()]
-        cells = [f"{over_states(some, 'w1', np.mean):.3f} ({over_states(some, 'w1', np.max):.2f})" for some in own]
+        cells = [f"{over_states(some, 'w1', np.mean):.3f} ({over_states(some, 'w1', np.max):.2f})" if some else "" for some in own]
         by_process.append([name, len(PROCESSES[name].mean), floor, *cells])
         some = select(jobs, process=name, critic="bdpg", target="sr", gae_lambda=0.95)
-        inference.append([name, *(over_states(some, measure, np.mean) for measure in INFERENCE)])
+        inference += [[name, *(over_states(some, measure, np.mean) for measure in INFERENCE)]] if some else []
     seeds = ", ".join(map(str, sorted({job["seed"] for job in jobs})))
     header = "critic, target λ|W1|worst|error of mean|worst|std, model / true|coverage of 80 %|worst error of modes|CPU seconds"
     return "\n".join(
@@ -495,16 +495,15 @@ def plot_densities(jobs, path):
     handles, rows = {}, []
     for i, name in enumerate(names):
         process = PROCESSES[name]
-        edges, width = process.bins, process.bins[1] - process.bins[0]
-        truth = process.cdf(edges.unsqueeze(1).expand(-1, len(process.mean)))[:, process.shown].diff()
+        truth = process.cdf(process.bins.unsqueeze(1).expand(-1, len(process.mean)))[:, process.shown].diff().numpy()
+        edges, width = process.bins.numpy(), float(process.bins[1] - process.bins[0])
         for j, critic in enumerate(critics):
             handles["truth"] = axes[i, j].stairs(truth / width, edges, fill=True, color="0.8")
             for label, variant in variants(select(jobs, process=name, critic=critic, gae_lambda=0.95)).items():
                 model = np.mean([job["histogram"] for job in select(jobs, process=name, **variant)], 0)
                 style = dict(color=COLOURS[critic], ls="-" if variant["target"] == "sr" else ":", lw=1.5)
                 handles[label] = axes[i, j].stairs(model / width, edges, **style)
-                table = torch.stack([edges[:-1], edges[1:], truth, torch.as_tensor(model)], 1).tolist()
-                rows += [[name, label, *values] for values in table]
+                rows += [[name, label, *values] for values in np.stack([edges[:-1], edges[1:], truth, model], 1).tolist()]
             axes[-1, j].set_xlabel("return")
             axes[0, j].set_title(NAMES[critic])
         axes[i, 0].set(ylabel=name, ylim=(0, 1.6 * (truth / width).max()), yticks=[])

@@ -170,6 +170,11 @@ def short_args(script, run_dir, **overrides):
     return script.Args(run_dir=run_dir, **tiny)
 
 
+def frozen(script):
+    """Overrides for short_args with which the networks are too slow to change in a run."""
+    return {name: 1e-30 for name in vars(script.Args()) if name.endswith("learning_rate")}
+
+
 def spy(monkeypatch, owner, name):
     """Lets owner.name work as before and returns the list of its calls: (positional arguments, result)."""
     original, calls = getattr(owner, name), []

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import QR, WGAN, copy_of, is_atari, make_agent, moved_names, random_observations, short_args, spy
+from conftest import QR, WGAN, copy_of, frozen, make_agent, moved_names, random_observations, short_args, spy
 from torch.distributions import Categorical, Exponential, MixtureSameFamily, Normal
 
 MAIN = "policy, trunk and generator"
@@ -14,7 +14,6 @@ BASELINES = WGAN + QR
 # Every parameter and buffer that an optimiser may move.
 OWN = {MAIN: ("policy.", "trunk.", "return_model.generator."), "critic": ("return_model.critic.",)}
 on_baselines = pytest.mark.parametrize("script", BASELINES, indirect=True)
-TOO_SLOW_TO_MOVE = {"learning_rate": 1e-30, "critic_learning_rate": 1e-30}
 
 
 @pytest.fixture
@@ -316,42 +315,43 @@ def test_every_step_of_training_moves_exactly_its_own_networks(script, tmp_path,
     assert steps == ([MAIN] if script.__name__ in QR else ["critic", "critic", MAIN]) * 2
 
 
-def test_critic_gets_targets_samples_centres_and_states_of_the_same_rows(wgan, tmp_path, monkeypatch, lazy_disk):
-    """The networks are too slow to change, so that centres can be computed afterwards; nothing it gets can be trained by it."""
-    targets = spy(monkeypatch, wgan, "k_step_gae")
+def frozen_run(script, tmp_path, monkeypatch):
+    """One iteration in which the networks do not change: the agent, and the target and the embedding of every step."""
+    targets, samples = spy(monkeypatch, script, "k_step_gae"), spy(monkeypatch, script.ReturnModel, "sample")
+    agent = script.train(short_args(script, tmp_path, iterations=1, update_epochs=1, **frozen(script)))
+    (_, embeddings, _), g = samples[0]
+    return agent.requires_grad_(False), (targets[0][1] + g[0, :-1]).flatten(), embeddings[:-1].flatten(0, 1)
+
+
+def rows_of(x, all_x):
+    """Which steps of the rollout these targets belong to."""
+    rows = (all_x == x.unsqueeze(-1)).float().argmax(-1)
+    assert torch.equal(all_x[rows], x) and len(set(rows.tolist())) == len(x)
+    return rows
+
+
+def test_critic_and_generator_get_targets_centres_and_states_of_the_same_rows(wgan, tmp_path, monkeypatch, lazy_disk):
+    """And the critic gets nothing that it could train."""
     calls, generator_calls = spy(monkeypatch, wgan, "critic_loss"), spy(monkeypatch, wgan, "generator_loss")
-    samples = spy(monkeypatch, wgan.ReturnModel, "sample")
-    agent = wgan.train(short_args(wgan, tmp_path, iterations=1, update_epochs=1, **TOO_SLOW_TO_MOVE))
-    embeddings, g = samples[0][0][1][:-1].flatten(0, 1), samples[0][1][0, :-1]
-    x_of_all = (targets[0][1] + g).flatten()
-    assert len(calls) == 2
-    for (model, x, x_tilde, centre, c, _), _ in calls:
-        assert not any(value.requires_grad for value in (x, x_tilde, centre, c))
-        with torch.no_grad():
-            torch.testing.assert_close(centre, model.centre(c), rtol=1e-4, atol=1e-4)
-        rows = (x_of_all == x.unsqueeze(-1)).float().argmax(-1)
-        assert torch.equal(x_of_all[rows], x) and len(set(rows.tolist())) == 16
+    agent, all_x, embeddings = frozen_run(wgan, tmp_path, monkeypatch)
+    all_centres = agent.return_model.centre(embeddings)
+    torch.testing.assert_close(agent.return_model.residual_scale, (all_x - all_centres).abs().mean(), rtol=1e-4, atol=0)
+    assert len(calls) == len(generator_calls) == 2
+    for ((_, x, x_tilde, centre, c, _), _), ((_, generator_centre, generator_c), _) in zip(calls, generator_calls, strict=True):
+        rows = rows_of(x, all_x)
+        torch.testing.assert_close(centre, all_centres[rows], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(c, embeddings[rows], rtol=1e-4, atol=1e-4)
-    for (critic_args, _), ((_, generator_centre, generator_c), _) in zip(calls, generator_calls, strict=True):
-        _, _, _, centre, c, _ = critic_args
+        assert not any(value.requires_grad for value in (x, x_tilde, centre, c))
         assert torch.equal(generator_centre, centre) and torch.equal(generator_c, c) and generator_c.requires_grad
-    assert is_atari(wgan) or agent.return_model.residual_scale == pytest.approx(
-        (x_of_all - agent.return_model.centre(embeddings)).abs().mean().item(), rel=1e-4
-    )
 
 
 def test_quantiles_get_the_targets_of_the_same_rows(qr, tmp_path, monkeypatch, lazy_disk):
-    targets, samples = spy(monkeypatch, qr, "k_step_gae"), spy(monkeypatch, qr.ReturnModel, "sample")
     calls = spy(monkeypatch, qr, "quantile_loss")
-    agent = qr.train(short_args(qr, tmp_path, iterations=1, update_epochs=1, learning_rate=1e-30))
-    x_of_all = (targets[0][1] + samples[0][1][0, :-1]).flatten()
-    with torch.no_grad():
-        quantiles_of_all = agent.return_model.generator(samples[0][0][1][:-1].flatten(0, 1))
+    agent, all_x, embeddings = frozen_run(qr, tmp_path, monkeypatch)
     assert len(calls) == 2
     for (quantiles, x), _ in calls:
-        rows = (x_of_all == x.unsqueeze(-1)).float().argmax(-1)
-        assert torch.equal(x_of_all[rows], x) and len(set(rows.tolist())) == 16
-        torch.testing.assert_close(quantiles, quantiles_of_all[rows], rtol=1e-4, atol=1e-4)
+        expected = agent.return_model.generator(embeddings[rows_of(x, all_x)])
+        torch.testing.assert_close(quantiles, expected, rtol=1e-4, atol=1e-4)
 
 
 @on_baselines

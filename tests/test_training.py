@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from ale_py.vector_env import AtariVectorEnv
-from conftest import ATARI, BDPG, MUJOCO, SCRIPTS, is_atari, is_bdpg, read_scalars, short_args, spy
+from conftest import ATARI, BDPG, MUJOCO, SCRIPTS, frozen, is_atari, is_bdpg, read_scalars, short_args, spy
 
 pytestmark = pytest.mark.usefixtures("short_games", "lazy_disk")
 on_atari = pytest.mark.parametrize("script", ATARI, indirect=True)
@@ -159,7 +159,7 @@ def test_truncated_steps_bootstrap_from_their_own_last_observation(script, tmp_p
     """Returns are made a known function of the state, and the networks too slow to change: next_g can be computed afterwards."""
     monkeypatch.setattr(script.ReturnModel, "sample", lambda self, c, n: c.sum(-1).expand(n, *c.shape[:-1]).clone())
     steps = spy(monkeypatch, script, "step_envs")
-    options = dict(iterations=1, num_steps=32) | {name: 1e-30 for name in vars(script.Args()) if name.endswith("learning_rate")}
+    options = dict(iterations=1, num_steps=32) | frozen(script)
     if not is_atari(script):
         options |= dict(env_id="ShortHopper-v0", num_steps=128)  # falls, or is cut after 18 steps
     agent, _, _, gae, _ = spied_run(script, tmp_path, monkeypatch, **options)
