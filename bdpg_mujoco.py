@@ -311,20 +311,18 @@ def layer_init(layer, std=2**0.5):
 
 # BDPG:
 class ConditionalMLP(nn.Module):
-    """A network on a few scalars and a state embedding c. The scalars are embedded first, so that c does not drown them; both meet
-    in a sum, so that many samples of one state share the work on c (c broadcasts)."""
+    """A network on a few scalars and a state embedding c. The scalars' weights start large, so that c does not drown them; both
+    meet in a sum, so that many samples of one state share the work on c (c broadcasts)."""
 
     def __init__(self, input_dim, state_dim, output_dim, hidden):
         super().__init__()
-        self.embed = layer_init(nn.Linear(input_dim, 32))
-        self.from_inputs = layer_init(nn.Linear(32, hidden[0], bias=False), std=1.0)
+        self.from_inputs = layer_init(nn.Linear(input_dim, hidden[0], bias=False), std=3.0)
         self.from_state = layer_init(nn.Linear(state_dim, hidden[0]), std=1.0)
         self.middle = layer_init(nn.Linear(hidden[0], hidden[1]))
         self.output = layer_init(nn.Linear(hidden[1], output_dim), std=1.0)
 
     def forward(self, inputs, c):
-        h = F.leaky_relu(self.embed(inputs), 0.2)
-        h = F.leaky_relu(self.from_inputs(h) + self.from_state(c), 0.2)
+        h = F.leaky_relu(self.from_inputs(inputs) + self.from_state(c), 0.2)
         return self.output(F.leaky_relu(self.middle(h), 0.2))
 
 
@@ -482,17 +480,19 @@ def ppo_loss(log_prob, old_log_prob, advantages, args):
 
 # BDPG:
 def sample_joints(model, x, centre, c):
-    """A batch from each of the two joints of Eq. 10, as stacked rows of (return relative to b(s), latent); and z̃ and x̃ alone.
+    """A batch from each of the two joints of Eq. 10, as stacked rows of (return relative to b(s), latent); z̃ and x̃ alone; and z',
+    a second latent from the prior.
 
     joints[0] holds (x̃, z) of the generative model, joints[1] holds (x, z̃) of the inference. Gradients reach the prior through z
     and, by way of the generator, through x̃; they reach the encoder through z̃."""
     relative_x = model.relative(x, centre)
     mean, std = model.encode(relative_x, c)
     z_tilde = mean + std * torch.randn_like(std)  # line 15
-    z = model.sample_latent(model.prior(c))
+    prior_mean = model.prior(c)
+    z, z_prime = model.sample_latent(prior_mean), model.sample_latent(prior_mean.detach())
     x_tilde = model.generate(z, c)  # line 16
     joints = torch.stack([torch.cat([model.relative(x_tilde, centre), z], -1), torch.cat([relative_x, z_tilde], -1)])
-    return joints, z_tilde.detach(), x_tilde.detach()
+    return joints, z_tilde.detach(), x_tilde.detach(), z_prime
 
 
 # BDPG:
@@ -517,16 +517,14 @@ def encoder_prior_loss(model, joints, c):
 
 
 # BDPG:
-def generator_losses(model, x, x_tilde, z_tilde, c, law_coef):
-    """||x - G(z̃, s)||² (line 19, Eq. 12), and law_coef · w times the energy distance of G(z, s), z from the prior, to x given s.
+def generator_losses(model, x, x_tilde, z_tilde, z_prime, c, law_coef):
+    """||x - G(z̃, s)||² (line 19, Eq. 12), and law_coef · w times the energy distance of g' = G(z', s) to x given s.
 
     Eq. 12 shapes G over inferred latents. Until those have the prior's law, returns sampled from the prior, which is what the
     critic does, are off in mean and spread. The second term is least where they have the law of x: a sample g' is drawn towards
     targets and pushed, as hard, off other samples x̃ of its state. With w it has the unit of Eq. 12, whatever the returns' scale."""
     if law_coef == 0:
         return F.mse_loss(model.generate(z_tilde, c), x), torch.zeros_like(x[0])
-    with torch.no_grad():
-        z_prime = model.sample_latent(model.prior(c))
     reconstruction, g_prime = model.generate(torch.stack([z_tilde, z_prime]), c)
     attraction, repulsion = (g_prime - x).abs().mean(), (g_prime - x_tilde).abs().mean()
     return F.mse_loss(reconstruction, x), law_coef * model.residual_scale * 2 * (attraction - repulsion)
@@ -541,7 +539,8 @@ def contrast(logits, labels):
 def descend(optimizer, loss, max_grad_norm):
     """One clipped step on the optimiser's own parameters: nothing else that the loss depends on is moved."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    optimizer.zero_grad()
+    for parameter in parameters:
+        parameter.grad = None
     loss.backward(inputs=parameters)
     grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
     optimizer.step()
@@ -818,13 +817,15 @@ def train(args):
                 losses = {}
                 # BDPG:
                 s = c.detach()  # the adversarial networks take the trunk's output and never train it
-                joints, z_tilde, x_tilde = sample_joints(model, x, b_centre[index], s)  # lines 15-16
-                r1_coef = 4 * args.r1_coef if len(history) % 4 == 0 else 0  # every fourth time, fourfold: as good, and cheaper
+                joints, z_tilde, x_tilde, z_prime = sample_joints(model, x, b_centre[index], s)  # lines 15-16
+                r1_coef = 8 * args.r1_coef if len(history) % 8 == 0 else 0  # every eighth time, eightfold: as good, and cheaper
                 losses["discriminator"], accuracy = discriminator_loss(model, joints, s, r1_coef)
                 descend(optimizers["discriminator"], losses["discriminator"], args.max_grad_norm)  # line 17
                 losses["encoder_prior"] = encoder_prior_loss(model, joints, s)
                 grad_norm = descend(optimizers["encoder and prior"], losses["encoder_prior"], args.max_grad_norm)  # line 18
-                losses["generator"], losses["law_matching"] = generator_losses(model, x, x_tilde, z_tilde, c, args.law_coef)
+                losses["generator"], losses["law_matching"] = generator_losses(
+                    model, x, x_tilde, z_tilde, z_prime, c, args.law_coef
+                )
                 return_loss = losses["generator"] + losses["law_matching"]
                 losses |= {"discriminator_accuracy": accuracy, "encoder_prior_grad_norm": grad_norm}
 

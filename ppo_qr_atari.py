@@ -420,7 +420,8 @@ def quantile_loss(quantiles, x):
 def descend(optimizer, loss, max_grad_norm):
     """One clipped step on the optimiser's own parameters: nothing else that the loss depends on is moved."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    optimizer.zero_grad()
+    for parameter in parameters:
+        parameter.grad = None
     loss.backward(inputs=parameters)
     grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
     optimizer.step()

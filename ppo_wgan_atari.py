@@ -312,20 +312,18 @@ def layer_init(layer, std=2**0.5):
 
 # WGAN:
 class ConditionalMLP(nn.Module):
-    """A network on a few scalars and a state embedding c. The scalars are embedded first, so that c does not drown them; both meet
-    in a sum, so that many samples of one state share the work on c (c broadcasts)."""
+    """A network on a few scalars and a state embedding c. The scalars' weights start large, so that c does not drown them; both
+    meet in a sum, so that many samples of one state share the work on c (c broadcasts)."""
 
     def __init__(self, input_dim, state_dim, output_dim, hidden):
         super().__init__()
-        self.embed = layer_init(nn.Linear(input_dim, 32))
-        self.from_inputs = layer_init(nn.Linear(32, hidden[0], bias=False), std=1.0)
+        self.from_inputs = layer_init(nn.Linear(input_dim, hidden[0], bias=False), std=3.0)
         self.from_state = layer_init(nn.Linear(state_dim, hidden[0]), std=1.0)
         self.middle = layer_init(nn.Linear(hidden[0], hidden[1]))
         self.output = layer_init(nn.Linear(hidden[1], output_dim), std=1.0)
 
     def forward(self, inputs, c):
-        h = F.leaky_relu(self.embed(inputs), 0.2)
-        h = F.leaky_relu(self.from_inputs(h) + self.from_state(c), 0.2)
+        h = F.leaky_relu(self.from_inputs(inputs) + self.from_state(c), 0.2)
         return self.output(F.leaky_relu(self.middle(h), 0.2))
 
 
@@ -483,7 +481,8 @@ def generator_loss(model, centre, c):
 def descend(optimizer, loss, max_grad_norm):
     """One clipped step on the optimiser's own parameters: nothing else that the loss depends on is moved."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    optimizer.zero_grad()
+    for parameter in parameters:
+        parameter.grad = None
     loss.backward(inputs=parameters)
     grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
     optimizer.step()

@@ -225,11 +225,11 @@ PROCESSES = {
 
 def update_bdpg(agent, optimizers, args, count, c, x, centre):
     model, s = agent.return_model, c.detach()
-    joints, z_tilde, x_tilde = bdpg.sample_joints(model, x, centre, s)
-    d_loss, _ = bdpg.discriminator_loss(model, joints, s, 4 * args.r1_coef if count % 4 == 0 else 0)
+    joints, z_tilde, x_tilde, z_prime = bdpg.sample_joints(model, x, centre, s)
+    d_loss, _ = bdpg.discriminator_loss(model, joints, s, 8 * args.r1_coef if count % 8 == 0 else 0)
     bdpg.descend(optimizers["discriminator"], d_loss, args.max_grad_norm)
     bdpg.descend(optimizers["encoder and prior"], bdpg.encoder_prior_loss(model, joints, s), args.max_grad_norm)
-    return sum(bdpg.generator_losses(model, x, x_tilde, z_tilde, c, args.law_coef))
+    return sum(bdpg.generator_losses(model, x, x_tilde, z_tilde, z_prime, c, args.law_coef))
 
 
 def update_wgan(agent, optimizers, args, count, c, x, centre):

@@ -81,12 +81,12 @@ def train(args):
                 model.track_residuals(laws.sample(rollout) - centres[rollout])
         states = torch.randint(NUM_STATES, (script_args.minibatch_size,))
         x, c = laws.sample(states), agent.trunk(laws.features[states])
-        joints, z_tilde, x_tilde = bdpg.sample_joints(model, x, centres[states], c.detach())
-        d_loss, _ = bdpg.discriminator_loss(model, joints, c.detach(), 4 * args.r1_coef if step % 4 == 0 else 0)
+        joints, z_tilde, x_tilde, z_prime = bdpg.sample_joints(model, x, centres[states], c.detach())
+        d_loss, _ = bdpg.discriminator_loss(model, joints, c.detach(), 8 * args.r1_coef if step % 8 == 0 else 0)
         bdpg.descend(optimizers["discriminator"], d_loss, script_args.max_grad_norm)
         q_loss = bdpg.encoder_prior_loss(model, joints, c.detach())
         bdpg.descend(optimizers["encoder and prior"], q_loss, script_args.max_grad_norm)
-        g_loss = sum(bdpg.generator_losses(model, x, x_tilde, z_tilde, c, args.law_coef))
+        g_loss = sum(bdpg.generator_losses(model, x, x_tilde, z_tilde, z_prime, c, args.law_coef))
         bdpg.descend(main_optimizer, script_args.vf_coef * g_loss, script_args.max_grad_norm)
     return agent, laws
 

@@ -105,11 +105,11 @@ def losses_of_a_minibatch(bdpg, agent, args, n=8):
     model = agent.return_model
     o, x, advantages = random_observations(bdpg, n), torch.randn(n), torch.randn(n)
     c = agent.trunk(o)
-    joints, z_tilde, x_tilde = bdpg.sample_joints(model, x, torch.randn(n), c.detach())
+    joints, z_tilde, x_tilde, z_prime = bdpg.sample_joints(model, x, torch.randn(n), c.detach())
     policy = agent.policy(o, c)
     log_prob = policy.log_prob(policy.sample())
     policy_loss, _, _ = bdpg.ppo_loss(log_prob, log_prob.detach() - 0.05 * torch.randn(n), advantages, args)
-    regression = sum(bdpg.generator_losses(model, x, x_tilde, z_tilde, c, law_coef=1.0))
+    regression = sum(bdpg.generator_losses(model, x, x_tilde, z_tilde, z_prime, c, law_coef=1.0))
     return {
         "discriminator": bdpg.discriminator_loss(model, joints, c.detach(), args.r1_coef)[0],
         "encoder and prior": bdpg.encoder_prior_loss(model, joints, c.detach()),
@@ -153,7 +153,7 @@ def test_the_prior_learns_through_the_generator_which_stays_fixed(bdpg):
     agent, optimizers, args = make_agent(bdpg)
     model = agent.return_model
     c = agent.trunk(random_observations(bdpg, 8)).detach()
-    joints, _, _ = bdpg.sample_joints(model, torch.randn(8), torch.randn(8), c)
+    joints, _, _, _ = bdpg.sample_joints(model, torch.randn(8), torch.randn(8), c)
     model.prior.zero_grad()
     joints[0][:, 0].square().sum().backward(inputs=list(model.prior.parameters()), retain_graph=True)
     assert all(p.grad.any() for p in model.prior.parameters())
@@ -165,7 +165,7 @@ def test_the_prior_learns_through_the_generator_which_stays_fixed(bdpg):
 def test_the_encoder_learns_through_its_latent(bdpg):
     agent, _, _ = make_agent(bdpg)
     c = torch.randn(8, agent.trunk.output_dim)
-    joints, _, _ = bdpg.sample_joints(agent.return_model, torch.randn(8), torch.randn(8), c)
+    joints, _, _, _ = bdpg.sample_joints(agent.return_model, torch.randn(8), torch.randn(8), c)
     joints[1].sum().backward()
     assert {n.split(".")[1] for n, p in agent.named_parameters() if p.grad is not None and p.grad.any()} == {"encoder"}
 
@@ -178,7 +178,7 @@ def test_joints_hold_what_they_say(bdpg, monkeypatch):
     monkeypatch.setattr(model.encoder, "forward", lambda x, c: torch.cat([x, -x, torch.zeros_like(x).repeat(1, 2)], -1))
     c, x, centre = torch.randn(1, agent.trunk.output_dim).repeat(n, 1), torch.randn(n), torch.randn(n, 1)
     with torch.no_grad():
-        joints, z_tilde, generated = bdpg.sample_joints(model, x, centre[:, 0], c)
+        joints, z_tilde, generated, _ = bdpg.sample_joints(model, x, centre[:, 0], c)
         prior_mean, scale = model.prior(c), scale_of(model)
         _, posterior_std = model.encode(torch.zeros(1, 1), c)
     (x_tilde, z), (relative_x, z_posterior) = (joint.split([1, 2], -1) for joint in joints)
@@ -241,8 +241,8 @@ def test_generator_losses_of_a_known_generator(bdpg, monkeypatch, law_coef):
     a, b, middle = torch.tensor(0.8, requires_grad=True), torch.tensor(-1.5, requires_grad=True), model.prior(c[:1]).sum().item()
     monkeypatch.setattr(model.generator, "forward", lambda z, c: b + a * (z.sum(-1, keepdim=True) - middle))
     x, z_tilde = 0.3 * torch.randn(n) - 2, torch.randn(n, 2)
-    _, _, x_tilde = bdpg.sample_joints(model, x, torch.zeros(n), c)
-    regression, law_matching = bdpg.generator_losses(model, x, x_tilde, z_tilde, c, law_coef)
+    _, _, x_tilde, z_prime = bdpg.sample_joints(model, x, torch.zeros(n), c)
+    regression, law_matching = bdpg.generator_losses(model, x, x_tilde, z_tilde, z_prime, c, law_coef)
     reconstruction = -1.5 + 0.8 * (z_tilde.sum(-1) - middle)
     assert regression.item() == pytest.approx(np.mean((x - reconstruction).numpy() ** 2), rel=1e-5)
     if law_coef == 0:

@@ -199,10 +199,10 @@ def test_a_short_bootstrap_leaves_the_rollout_alone(script, tmp_path, monkeypatc
 
 
 def test_slope_penalty_is_lazy_but_keeps_its_weight(bdpg, tmp_path, monkeypatch):
-    """Every fourth minibatch, fourfold: on average over the 8 of an iteration the weight that was asked for."""
+    """Every eighth minibatch, eightfold: on average over the 8 of an iteration the weight that was asked for."""
     calls = spy(monkeypatch, bdpg, "discriminator_loss")
     bdpg.train(short_args(bdpg, tmp_path, minibatch_size=8, r1_coef=0.25, iterations=1))
-    assert [args[3] for args, _ in calls] == [1.0, 0, 0, 0] * 2
+    assert [args[3] for args, _ in calls] == [2.0] + 7 * [0]
 
 
 def test_sampled_targets_leave_the_advantage_alone(script, tmp_path, monkeypatch):
