@@ -116,7 +116,7 @@ class Args:
     """dimension of the latent z"""
     adversarial_learning_rate: float = 5e-4
     """Adam's step size for discriminator, encoder and prior"""
-    law_coef: float = 0.0
+    law_coef: float = 4.0
     """weight of the term that holds the law of G over the prior to the law of x; 0 is the paper's regression alone"""
     r1_coef: float = 0.3
     """weight of the gradient penalty on the discriminator's (x, z) inputs; 0 lets the return distribution collapse"""

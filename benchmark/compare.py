@@ -53,7 +53,6 @@ DEFAULTS = {  # the only defaults in which the tasks may differ, as they stand i
     "score_interval": {"Atari": "80", "MuJoCo": "4"},
     "eta": {"Atari": "0.1", "MuJoCo": "0.0"},
     "adversarial_learning_rate": {"Atari": "5e-4", "MuJoCo": "1e-3"},
-    "law_coef": {"Atari": "0.0", "MuJoCo": "4.0"},
     "critic_learning_rate": {"Atari": "5e-4", "MuJoCo": "1e-3"},
 }
 
