@@ -225,13 +225,11 @@ class RunningMeanStd(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
     def update(self, batch):
-        batch = batch.double()
-        total = self.count + len(batch)
-        delta = batch.mean(0) - self.mean
-        share = len(batch) / total
-        self.var.copy_((1 - share) * self.var + share * batch.var(0, correction=0) + share * (1 - share) * delta.square())
-        self.mean += share * delta
-        self.count.copy_(total)
+        var, mean = torch.var_mean(batch.double(), 0, correction=0)
+        self.count += len(batch)
+        share = len(batch) / self.count
+        self.var.lerp_(var + (1 - share) * (mean - self.mean).square(), share)
+        self.mean.lerp_(mean, share)
 
     @property
     def std(self):
@@ -712,7 +710,6 @@ def train(args):
     obs = torch.zeros(per_step + next_obs.shape[1:], dtype=next_obs.dtype, device=device)
     embeddings = torch.zeros(per_step + (agent.trunk.output_dim,), device=device)
     actions = torch.as_tensor(np.zeros(per_step + envs.single_action_space.shape, envs.single_action_space.dtype), device=device)
-    log_probs = torch.zeros(per_step, device=device)
     raw_rewards = torch.zeros(per_step, device=device)
     terminations = torch.zeros(per_step, dtype=torch.bool, device=device)
     dones = torch.zeros(per_step, dtype=torch.bool, device=device)
@@ -733,9 +730,8 @@ def train(args):
         for t in range(args.num_steps):
             with torch.no_grad():
                 c = agent.trunk(next_obs)
-                policy = agent.policy(next_obs, c)
-                action = policy.sample()
-                obs[t], embeddings[t], actions[t], log_probs[t] = next_obs, c, action, policy.log_prob(action)
+                action = agent.policy(next_obs, c).sample()
+            obs[t], embeddings[t], actions[t] = next_obs, c, action
             raw_obs, reward, terminated, truncated, final_obs, game_over = step_envs(envs, action.cpu().numpy())
             next_obs = agent.observe(raw_obs)
             raw_rewards[t] = torch.as_tensor(reward)
@@ -760,7 +756,8 @@ def train(args):
             rewards = (raw_rewards / agent.reward_stats.std).clamp(-10, 10).float()
 
             # --- returns, advantages and Bellman targets (lines 6, 8-11) ---
-            # The networks did not change during the rollout, so its returns g_0 ... g_k can be sampled here, all at once.
+            # The networks did not change during the rollout, so what it needs of them beside actions is had here, all at once.
+            log_probs = agent.policy(obs, embeddings).log_prob(actions)
             last_embedding = agent.trunk(next_obs)
             samples = model.sample(torch.cat([embeddings, last_embedding.unsqueeze(0)]), args.num_return_samples)
             samples, next_samples = samples[:, :-1], samples[:, 1:].clone()

@@ -4,7 +4,7 @@ Networks, losses, optimisers, Bellman targets and defaults are imported from the
 trunk's input is a fixed random feature of the state. Nothing is normalised: the laws have a scale of about 1. What is measured, and
 the results: docs/return_distributions.md.
 
-    python benchmark/return_distributions.py --quick                # one seed, three processes, 4,000 gradient steps
+    python benchmark/return_distributions.py --quick                # one seed, three processes, 3,200 gradient steps
     python benchmark/return_distributions.py --workers 2 --write    # all, hours; run it again to go on after an interruption
 """
 
@@ -50,12 +50,12 @@ COLOURS = {"bdpg": "#0072B2", "wgan": "#D55E00", "qr": "#009E73", "scalar": "#00
 # The targets (name, λ) each critic is trained with. At λ = 0 and λ = 1 "sr" and "lambda" are the same target.
 TARGETS = {
     "bdpg": [("sr", 0.95), ("lambda", 0.95), ("lambda", 0.0), ("lambda", 1.0)],
-    "wgan": [("sr", 0.95), ("lambda", 0.95)],
-    "qr": [("sr", 0.95), ("lambda", 0.95)],
+    "wgan": [("sr", 0.95)],
+    "qr": [("sr", 0.95)],
     "scalar": [("sr", 0.95)],
 }
-# On the gaussian process two critics have more of them, to show how "lambda" shrinks the distribution.
-SWEEP = [("lambda", value) for value in (0.0, 0.5, 0.8, 0.9, 0.98, 1.0)] + [("sr", value) for value in (0.5, 0.8, 0.9, 0.98)]
+# On the gaussian process the fastest critic has more of them, to show how "lambda" shrinks the distribution.
+SWEEP = [("lambda", value) for value in (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 1.0)] + [("sr", value) for value in (0.5, 0.8, 0.9, 0.98)]
 KEYS = ("critic", "process", "target", "gae_lambda", "seed", "steps")  # of a job
 NUM_SAMPLES, NUM_FEATURES, END = 4096, 8, -1
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -407,7 +407,7 @@ def plan(args):
     """The jobs, one whole seed after the other: an interrupted bench has complete tables."""
     jobs = []
     for seed, process, critic in itertools.product(args.seeds, args.processes, args.critics):
-        sweep = process == "gaussian" and critic in ("bdpg", "qr") and seed in args.seeds[:2] and not args.quick
+        sweep = process == "gaussian" and critic == "qr" and seed in args.seeds[:2] and not args.quick
         for target, gae_lambda in dict.fromkeys(TARGETS[critic] + SWEEP * sweep):
             if target in args.targets:
                 values = (critic, process, target, gae_lambda, seed, args.steps)

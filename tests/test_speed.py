@@ -55,7 +55,7 @@ def test_three_iterations_of_the_fast_code_equal_the_plain_ones(script, tmp_path
 
 
 def test_phases_of_a_run_add_up_and_operations_are_counted():
-    """Of the scalar critic's networks the operations are known: 2 per weight and row forwards, 4 backwards but for the first layers."""
+    """The scalar critic's operations are known: 2 per weight and row forwards, 4 backwards, 2 in the first layers."""
     sizes = dict(num_envs=2, num_steps=16, minibatch_size=16, update_epochs=2)
     result = speed.run_script("benchmark/ppo_scalar_mujoco", "mujoco", 1, sizes)
     seconds = result["phases"]
