@@ -314,13 +314,13 @@ class ConditionalMLP(nn.Module):
 
     def __init__(self, input_dim, state_dim, output_dim, hidden):
         super().__init__()
-        self.from_inputs = layer_init(nn.Linear(input_dim, hidden[0], bias=False), std=3.0)
+        self.from_inputs = nn.Parameter(nn.init.orthogonal_(torch.empty(input_dim, hidden[0]), 3.0))
         self.from_state = layer_init(nn.Linear(state_dim, hidden[0]), std=1.0)
         self.middle = layer_init(nn.Linear(hidden[0], hidden[1]))
         self.output = layer_init(nn.Linear(hidden[1], output_dim), std=1.0)
 
     def forward(self, inputs, c):
-        h = F.leaky_relu(self.from_inputs(inputs) + self.from_state(c), 0.2)
+        h = F.leaky_relu(inputs @ self.from_inputs + self.from_state(c), 0.2)
         return self.output(F.leaky_relu(self.middle(h), 0.2))
 
 
@@ -420,7 +420,7 @@ class Agent(nn.Module):
         self.obs_stats = RunningMeanStd((obs_dim,))
         self.trunk = Trunk(obs_dim)
         self.policy = Policy(obs_dim, action_dim)
-        hidden = (64, 64)  # BDPG: widths of its networks
+        hidden = (64, 32)  # BDPG: widths of its networks
 
         self.reward_stats = RunningMeanStd()
         # BDPG:
@@ -436,13 +436,21 @@ class Agent(nn.Module):
         return ((obs - self.obs_stats.mean) / self.obs_stats.std).clamp(-10, 10).float()
 
 
+def as_vector(networks):
+    """One vector that the networks' parameters become parts of: to clip and step it costs far less than dozens of small tensors."""
+    parameters = [parameter for network in networks for parameter in network.parameters()]
+    vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
+    nn.utils.vector_to_parameters(vector, parameters)
+    vector.parts = parameters
+    return vector
+
+
 def make_optimizers(agent, args):
     """An Adam for each loss; it moves its own networks and no others."""
     model = agent.return_model
 
     def group(networks, learning_rate, betas):
-        parameters = [parameter for network in networks for parameter in network.parameters()]
-        return {"params": parameters, "lr": learning_rate, "initial_lr": learning_rate, "betas": betas}
+        return {"params": as_vector(networks), "lr": learning_rate, "initial_lr": learning_rate, "betas": betas}
 
     def adam(*groups):
         return torch.optim.Adam(groups, eps=1e-5, fused=True)
@@ -498,7 +506,7 @@ def discriminator_loss(model, joints, c, r1_coef):
     """-log D(x̃, z, s) - log(1 - D(x, z̃, s)) with a slope penalty (line 17, Eq. 11); and the share of samples that D tells right."""
     inputs = joints.detach().requires_grad_(r1_coef > 0)
     logits = model.discriminate(inputs, c)
-    loss = contrast(logits, torch.tensor([[1.0], [0.0]], device=logits.device))
+    loss = contrast(logits, [[1.0], [-1.0]])
     accuracy = torch.stack([logits[0] > 0, logits[1] < 0]).float().mean()
     if r1_coef > 0:
         # Without a bound on its slope D wins or gives up, the encoder learns to ignore x, and G collapses to the mean.
@@ -511,7 +519,7 @@ def discriminator_loss(model, joints, c, r1_coef):
 def encoder_prior_loss(model, joints, c):
     """-log(1 - D(x̃, z, s)) - log D(x, z̃, s) (line 18, Eq. 11)."""
     logits = model.discriminate(joints, c)
-    return contrast(logits, torch.tensor([[0.0], [1.0]], device=logits.device))
+    return contrast(logits, [[-1.0], [1.0]])
 
 
 # BDPG:
@@ -529,18 +537,19 @@ def generator_losses(model, x, x_tilde, z_tilde, z_prime, c, law_coef):
 
 
 # BDPG:
-def contrast(logits, labels):
-    """-log D where the label is 1, -log(1 - D) where it is 0, summed over the two joints."""
-    return 2 * F.binary_cross_entropy_with_logits(logits, labels.expand_as(logits))
+def contrast(logits, signs):
+    """-log D where the sign is 1, -log(1 - D) where it is -1, summed over the two joints."""
+    return 2 * F.softplus(-torch.tensor(signs, device=logits.device) * logits).mean()
 
 
 def descend(optimizer, loss, max_grad_norm):
     """One clipped step on the optimiser's own parameters: nothing else that the loss depends on is moved."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter in parameters:
-        parameter.grad = None
-    loss.backward(inputs=parameters)
-    grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+    vectors = [vector for group in optimizer.param_groups for vector in group["params"]]
+    parameters = [parameter for vector in vectors for parameter in vector.parts]
+    gradients = iter(torch.autograd.grad(loss, parameters, materialize_grads=True))
+    for vector in vectors:
+        vector.grad = torch.cat([next(gradients).flatten() for _ in vector.parts])
+    grad_norm = nn.utils.clip_grad_norm_(vectors, max_grad_norm)
     optimizer.step()
     return grad_norm
 
@@ -673,6 +682,7 @@ def train(args):
     num_iterations = args.total_timesteps // batch_size
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = True
+    torch.set_num_threads(1)  # MuJoCo: networks this small gain nothing from more
     device = torch.device("cuda" if args.cuda else "cpu")
 
     start = time.strftime("%Y%m%d-%H%M%S")  # with the process id, for runs that start in the same second

@@ -110,6 +110,8 @@ class Args:
     """critic steps per gradient step of policy and generator"""
     gradient_penalty: float = 10.0
     """weight of max(0, |df/dx| - 1)², which holds the critic's slope to at most 1"""
+    mean_coef: float = 1.0
+    """weight of the term that holds the mean of G to the mean of x; 0 leaves it to the critic alone, as in a plain WGAN"""
 
 
 def fail(message):
@@ -148,6 +150,7 @@ def check_args(args):
         (args.critic_learning_rate > 0, "--critic-learning-rate must be positive."),
         (args.num_critic_steps >= 1, f"--num-critic-steps must be at least 1, not {args.num_critic_steps}."),
         (args.gradient_penalty >= 0, f"--gradient-penalty must be at least 0, not {args.gradient_penalty}."),
+        (args.mean_coef >= 0, f"--mean-coef must be at least 0, not {args.mean_coef}."),
     ]
     for holds, message in rules:
         if not holds:
@@ -295,13 +298,13 @@ class ConditionalMLP(nn.Module):
 
     def __init__(self, input_dim, state_dim, output_dim, hidden):
         super().__init__()
-        self.from_inputs = layer_init(nn.Linear(input_dim, hidden[0], bias=False), std=3.0)
+        self.from_inputs = nn.Parameter(nn.init.orthogonal_(torch.empty(input_dim, hidden[0]), 3.0))
         self.from_state = layer_init(nn.Linear(state_dim, hidden[0]), std=1.0)
         self.middle = layer_init(nn.Linear(hidden[0], hidden[1]))
         self.output = layer_init(nn.Linear(hidden[1], output_dim), std=1.0)
 
     def forward(self, inputs, c):
-        h = F.leaky_relu(self.from_inputs(inputs) + self.from_state(c), 0.2)
+        h = F.leaky_relu(inputs @ self.from_inputs + self.from_state(c), 0.2)
         return self.output(F.leaky_relu(self.middle(h), 0.2))
 
 
@@ -387,7 +390,7 @@ class Agent(nn.Module):
         self.obs_stats = RunningMeanStd((obs_dim,))
         self.trunk = Trunk(obs_dim)
         self.policy = Policy(obs_dim, action_dim)
-        hidden = (64, 64)  # WGAN: widths of its networks
+        hidden = (64, 32)  # WGAN: widths of its networks
 
         self.reward_stats = RunningMeanStd()
         # WGAN:
@@ -402,13 +405,21 @@ class Agent(nn.Module):
         return ((obs - self.obs_stats.mean) / self.obs_stats.std).clamp(-10, 10).float()
 
 
+def as_vector(networks):
+    """One vector that the networks' parameters become parts of: to clip and step it costs far less than dozens of small tensors."""
+    parameters = [parameter for network in networks for parameter in network.parameters()]
+    vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
+    nn.utils.vector_to_parameters(vector, parameters)
+    vector.parts = parameters
+    return vector
+
+
 def make_optimizers(agent, args):
     """An Adam for each loss; it moves its own networks and no others."""
     model = agent.return_model
 
     def group(networks, learning_rate, betas):
-        parameters = [parameter for network in networks for parameter in network.parameters()]
-        return {"params": parameters, "lr": learning_rate, "initial_lr": learning_rate, "betas": betas}
+        return {"params": as_vector(networks), "lr": learning_rate, "initial_lr": learning_rate, "betas": betas}
 
     def adam(*groups):
         return torch.optim.Adam(groups, eps=1e-5, fused=True)
@@ -455,19 +466,24 @@ def critic_loss(model, x, x_tilde, centre, c, gradient_penalty):
 
 
 # WGAN:
-def generator_loss(model, centre, c):
-    """-E[f(G(z, s), s)] in units of returns; the trunk is trained by way of the generator, the critic's view of it is fixed."""
-    x_tilde = model.sample(c, 1)[0]
-    return -model.residual_scale * model.criticise(model.relative(x_tilde, centre), c.detach()).mean()
+def wgan_losses(model, x, centre, c, mean_coef):
+    """-E[f(G(z, s), s)] in units of returns, and mean_coef · ||x - E G(z, s)||². Both train the trunk by way of the generator.
+
+    The critic tells where x lies only if the embedding tells states apart, and what teaches that to an untrained embedding is the
+    second term. A product of two samples' errors is the square of their mean's error on average, so it leaves the spread alone."""
+    g, g_prime = model.sample(c, 2)
+    criticism = model.criticise(model.relative(g, centre), c.detach())
+    return -model.residual_scale * criticism.mean(), mean_coef * ((x - g) * (x - g_prime)).mean()
 
 
 def descend(optimizer, loss, max_grad_norm):
     """One clipped step on the optimiser's own parameters: nothing else that the loss depends on is moved."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter in parameters:
-        parameter.grad = None
-    loss.backward(inputs=parameters)
-    grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+    vectors = [vector for group in optimizer.param_groups for vector in group["params"]]
+    parameters = [parameter for vector in vectors for parameter in vector.parts]
+    gradients = iter(torch.autograd.grad(loss, parameters, materialize_grads=True))
+    for vector in vectors:
+        vector.grad = torch.cat([next(gradients).flatten() for _ in vector.parts])
+    grad_norm = nn.utils.clip_grad_norm_(vectors, max_grad_norm)
     optimizer.step()
     return grad_norm
 
@@ -600,6 +616,7 @@ def train(args):
     num_iterations = args.total_timesteps // batch_size
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = True
+    torch.set_num_threads(1)  # MuJoCo: networks this small gain nothing from more
     device = torch.device("cuda" if args.cuda else "cpu")
 
     start = time.strftime("%Y%m%d-%H%M%S")  # with the process id, for runs that start in the same second
@@ -733,7 +750,8 @@ def train(args):
                         model, x, x_tilde, b_centre[index], s, args.gradient_penalty
                     )
                     descend(optimizers["critic"], losses["critic"], args.max_grad_norm)
-                return_loss = losses["generator"] = generator_loss(model, b_centre[index], c)
+                losses["generator"], losses["mean_matching"] = wgan_losses(model, x, b_centre[index], c, args.mean_coef)
+                return_loss = losses["generator"] + losses["mean_matching"]
 
                 policy = agent.policy(o, c)
                 log_prob, entropy = policy.log_prob(b_actions[index]), policy.entropy().mean()

@@ -297,7 +297,6 @@ class Trunk(nn.Module):
         self.conv2 = layer_init(nn.Conv2d(32, 64, 4, stride=2))
         self.conv3 = layer_init(nn.Conv2d(64, 64, 3, stride=1))
         self.linear = layer_init(nn.Linear(7 * 7 * 64, self.output_dim))
-        self.to(memory_format=torch.channels_last)
 
     def forward(self, obs):
         h = obs.permute(0, 3, 1, 2).float()  # frames are kept (height, width, stack): the layout in which convolutions are fast
@@ -350,13 +349,21 @@ class Agent(nn.Module):
         return torch.as_tensor(obs, device=self.reward_stats.mean.device).permute(0, 2, 3, 1).contiguous()
 
 
+def as_vector(networks):
+    """One vector that the networks' parameters become parts of: to clip and step it costs far less than dozens of small tensors."""
+    parameters = [parameter for network in networks for parameter in network.parameters()]
+    vector = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
+    nn.utils.vector_to_parameters(vector, parameters)
+    vector.parts = parameters
+    return vector
+
+
 def make_optimizers(agent, args):
     """An Adam for each loss; it moves its own networks and no others."""
     model = agent.return_model
 
     def group(networks, learning_rate, betas):
-        parameters = [parameter for network in networks for parameter in network.parameters()]
-        return {"params": parameters, "lr": learning_rate, "initial_lr": learning_rate, "betas": betas}
+        return {"params": as_vector(networks), "lr": learning_rate, "initial_lr": learning_rate, "betas": betas}
 
     def adam(*groups):
         return torch.optim.Adam(groups, eps=1e-5, fused=True)
@@ -390,11 +397,12 @@ def ppo_loss(log_prob, old_log_prob, advantages, args):
 
 def descend(optimizer, loss, max_grad_norm):
     """One clipped step on the optimiser's own parameters: nothing else that the loss depends on is moved."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter in parameters:
-        parameter.grad = None
-    loss.backward(inputs=parameters)
-    grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+    vectors = [vector for group in optimizer.param_groups for vector in group["params"]]
+    parameters = [parameter for vector in vectors for parameter in vector.parts]
+    gradients = iter(torch.autograd.grad(loss, parameters, materialize_grads=True))
+    for vector in vectors:
+        vector.grad = torch.cat([next(gradients).flatten() for _ in vector.parts])
+    grad_norm = nn.utils.clip_grad_norm_(vectors, max_grad_norm)
     optimizer.step()
     return grad_norm
 

@@ -239,7 +239,7 @@ def update_wgan(agent, optimizers, args, count, c, x, centre):
             x_tilde = model.sample(s, 1)[0]
         loss, _ = wgan.critic_loss(model, x, x_tilde, centre, s, args.gradient_penalty)
         wgan.descend(optimizers["critic"], loss, args.max_grad_norm)
-    return wgan.generator_loss(model, centre, c)
+    return sum(wgan.wgan_losses(model, x, centre, c, args.mean_coef))
 
 
 # Each takes the minibatch's number, c(s), x and b(s), makes the critic's own steps, and returns the loss of generator and trunk.
@@ -252,14 +252,13 @@ UPDATES = {
 
 
 def make_agent(critic):
-    """The script's agent without its policy, and its arguments; PPO+QR, an Atari script, gets the MuJoCo trunk and arguments."""
+    """The script's agent, whose policy rests, and its arguments; PPO+QR, an Atari script, gets the MuJoCo trunk and arguments."""
     script = scalar if critic == "qr" else SCRIPTS[critic]
     args = script.Args(cuda=False)
     space = Box(-1, 1, (NUM_FEATURES,))
     agent = script.Agent(SimpleNamespace(single_observation_space=space, single_action_space=space), args)
     if critic == "qr":
         agent.return_model = qr.ReturnModel(agent.trunk.output_dim, qr.Args.num_quantiles)
-    agent.policy = torch.nn.Identity()
     return agent, args
 
 

@@ -65,15 +65,10 @@ def train(args):
     envs = type("Spaces", (), {"single_observation_space": space, "single_action_space": space})
     agent = bdpg.Agent(envs, script_args)
     model, optimizers = agent.return_model, bdpg.make_optimizers(agent, script_args)
-    del agent.policy  # plays no part here
-    main_optimizer = torch.optim.Adam(
-        [*agent.trunk.parameters(), *model.generator.parameters()], script_args.learning_rate, eps=1e-5
-    )
-    optimizers["policy, trunk and generator"] = main_optimizer
-    learning_rates = {name: optimizer.param_groups[0]["lr"] for name, optimizer in optimizers.items()}
     for step in range(args.steps):
-        for name, optimizer in optimizers.items():
-            optimizer.param_groups[0]["lr"] = (1 - step / args.steps) * learning_rates[name]
+        for optimizer in optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = (1 - step / args.steps) * group["initial_lr"]
         if step % args.steps_per_rollout == 0:
             with torch.no_grad():
                 rollout = torch.randint(NUM_STATES, (4096,))
@@ -87,7 +82,7 @@ def train(args):
         q_loss = bdpg.encoder_prior_loss(model, joints, c.detach())
         bdpg.descend(optimizers["encoder and prior"], q_loss, script_args.max_grad_norm)
         g_loss = sum(bdpg.generator_losses(model, x, x_tilde, z_tilde, z_prime, c, args.law_coef))
-        bdpg.descend(main_optimizer, script_args.vf_coef * g_loss, script_args.max_grad_norm)
+        bdpg.descend(optimizers["policy, trunk and generator"], script_args.vf_coef * g_loss, script_args.max_grad_norm)
     return agent, laws
 
 

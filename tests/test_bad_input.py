@@ -180,7 +180,7 @@ def test_parameter_that_is_not_finite_stops_the_run(script, tmp_path, capsys, mo
             calls.append(optimizer)
             if len(calls) == 4:  # 2 epochs of 2 minibatches
                 with torch.no_grad():
-                    optimizer.param_groups[-1]["params"][-1].fill_(math.inf)
+                    optimizer.param_groups[-1]["params"][0].parts[-1].fill_(math.inf)
         return result
 
     monkeypatch.setattr(script, "descend", breaks_in_its_last_call)

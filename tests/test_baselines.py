@@ -216,16 +216,17 @@ def test_generator_climbs_the_critic(wgan, monkeypatch, critic, slope):
     monkeypatch.setattr(model.generator, "forward", lambda z, c: b + z.sum(-1, keepdim=True))
     replace_critic(monkeypatch, model, critic)
     drawn = spy(monkeypatch, model, "sample")
-    (gradient,) = torch.autograd.grad(wgan.generator_loss(model, centre, torch.randn(50, agent.trunk.output_dim)), b)
-    (x_tilde,) = drawn[0][1].detach()
+    climb, _ = wgan.wgan_losses(model, torch.randn(50), centre, torch.randn(50, agent.trunk.output_dim), 1.0)
+    (gradient,) = torch.autograd.grad(climb, b)
+    x_tilde, _ = drawn[0][1].detach()
     torch.testing.assert_close(gradient, -slope((x_tilde - centre) / model.residual_scale).mean())
 
 
 def test_generator_climbs_the_network_by_finite_differences(wgan, monkeypatch, double_precision):
     agent, _, _ = make_agent(wgan)
-    model, step, (_, _, centre, c) = agent.return_model, 1e-6, random_batch(agent, 20)
+    model, step, (x, _, centre, c) = agent.return_model, 1e-6, random_batch(agent, 20)
     seen = spy(monkeypatch, model, "criticise")
-    wgan.generator_loss(model, centre, c).backward()
+    wgan.wgan_losses(model, x, centre, c, 1.0)[0].backward()
     (u, _), _ = seen[0]
     with torch.no_grad():
         slopes = (model.criticise(u + step, c) - model.criticise(u - step, c)) / (2 * step)
@@ -236,12 +237,29 @@ def test_the_critics_view_of_the_state_trains_no_trunk(wgan, monkeypatch):
     """A generator that ignores the state leaves nothing that the generator's loss could want of the trunk."""
     agent, _, _ = make_agent(wgan)
     model, c = agent.return_model, torch.randn(8, agent.trunk.output_dim, requires_grad=True)
-    wgan.generator_loss(model, torch.zeros(8), c).backward()
+    sum(wgan.wgan_losses(model, torch.randn(8), torch.zeros(8), c, 1.0)).backward()
     assert c.grad.any()
     c.grad = None
     monkeypatch.setattr(model.generator, "forward", lambda z, c: z.sum(-1, keepdim=True).requires_grad_())
-    wgan.generator_loss(model, torch.zeros(8), c).backward()
+    sum(wgan.wgan_losses(model, torch.randn(8), torch.zeros(8), c, 1.0)).backward()
     assert c.grad is None
+
+
+def test_mean_matching_is_the_squared_error_of_the_mean_and_leaves_the_spread(wgan, monkeypatch):
+    """With G(z) = b + a sum(z): on average (x - b)², whose slope in b is 2 (b - x), and no slope in a."""
+    agent, _, _ = make_agent(wgan)
+    model, n = agent.return_model, 200_000
+    b, a, x = torch.tensor(0.7, requires_grad=True), torch.tensor(0.5, requires_grad=True), 2.0
+    monkeypatch.setattr(model.generator, "forward", lambda z, c: b + a * z.sum(-1, keepdim=True))
+    replace_critic(monkeypatch, model, lambda u, c: 0 * u)
+    c = torch.zeros(n, agent.trunk.output_dim)
+    _, loss = wgan.wgan_losses(model, torch.full((n,), x), torch.zeros(n), c, 3.0)
+    slope_b, slope_a = torch.autograd.grad(loss, (b, a))
+    error = x - b.item()
+    # Of a product of two errors with mean `error` and variance 2 a² = 0.5; of its slopes in b and a.
+    assert loss.item() / 3 == pytest.approx(error**2, abs=5 * math.sqrt((0.5 + 2 * error**2) * 0.5 / n))
+    assert slope_b.item() / 3 == pytest.approx(-2 * error, abs=5 * math.sqrt(2 * 0.5 / n))
+    assert slope_a.item() / 3 == pytest.approx(0, abs=5 * math.sqrt((4 * error**2 + 4) / n))
 
 
 def test_generator_learns_mean_and_spread_of_each_state(wgan_mujoco):
@@ -264,8 +282,8 @@ def test_generator_learns_mean_and_spread_of_each_state(wgan_mujoco):
             x_tilde = model.sample(c, 1)[0]
         loss, _ = wgan_mujoco.critic_loss(model, x, x_tilde, centres[s], c.detach(), args.gradient_penalty)
         wgan_mujoco.descend(optimizers["critic"], loss, args.max_grad_norm)
-        loss = args.vf_coef * wgan_mujoco.generator_loss(model, centres[s], c)
-        wgan_mujoco.descend(optimizers[MAIN], loss, args.max_grad_norm)
+        loss = sum(wgan_mujoco.wgan_losses(model, x, centres[s], c, args.mean_coef))
+        wgan_mujoco.descend(optimizers[MAIN], args.vf_coef * loss, args.max_grad_norm)
     with torch.no_grad():
         samples = model.sample(agent.trunk(obs), 5000)
     torch.testing.assert_close(samples.mean(0) / stds, means / stds, rtol=0, atol=0.3)
@@ -280,7 +298,7 @@ def return_loss(script, agent, o, x):
     c = agent.trunk(o)
     if script.__name__ in QR:
         return script.quantile_loss(agent.return_model.generator(c), x)
-    return script.generator_loss(agent.return_model, torch.randn(len(x)), c)
+    return sum(script.wgan_losses(agent.return_model, x, torch.randn(len(x)), c, 1.0))
 
 
 @on_baselines
@@ -332,17 +350,24 @@ def rows_of(x, all_x):
 
 def test_critic_and_generator_get_targets_centres_and_states_of_the_same_rows(wgan, tmp_path, monkeypatch, lazy_disk):
     """And the critic gets nothing that it could train."""
-    calls, generator_calls = spy(monkeypatch, wgan, "critic_loss"), spy(monkeypatch, wgan, "generator_loss")
+    calls, generator_calls = spy(monkeypatch, wgan, "critic_loss"), spy(monkeypatch, wgan, "wgan_losses")
     agent, all_x, embeddings = frozen_run(wgan, tmp_path, monkeypatch)
     all_centres = agent.return_model.centre(embeddings)
     torch.testing.assert_close(agent.return_model.residual_scale, (all_x - all_centres).abs().mean(), rtol=1e-4, atol=0)
     assert len(calls) == len(generator_calls) == 2
-    for ((_, x, x_tilde, centre, c, _), _), ((_, generator_centre, generator_c), _) in zip(calls, generator_calls, strict=True):
+    for ((_, x, x_tilde, centre, c, _), _), ((_, generator_x, generator_centre, generator_c, _), _) in zip(
+        calls, generator_calls, strict=True
+    ):
         rows = rows_of(x, all_x)
         torch.testing.assert_close(centre, all_centres[rows], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(c, embeddings[rows], rtol=1e-4, atol=1e-4)
         assert not any(value.requires_grad for value in (x, x_tilde, centre, c))
-        assert torch.equal(generator_centre, centre) and torch.equal(generator_c, c) and generator_c.requires_grad
+        assert (
+            torch.equal(generator_x, x)
+            and torch.equal(generator_centre, centre)
+            and torch.equal(generator_c, c)
+            and generator_c.requires_grad
+        )
 
 
 def test_quantiles_get_the_targets_of_the_same_rows(qr, tmp_path, monkeypatch, lazy_disk):

@@ -26,7 +26,7 @@ CHANGES = {
     ),
     "name of a function": ("benchmark/ppo_scalar_mujoco.py", "discounted_sums(", "discounted_rewards("),
     "constant in a function": ("ppo_wgan_atari.py", "torch.sqrt(self.var + 1e-8)", "torch.sqrt(self.var + 1e-6)"),
-    "function that two variants have": (WGAN, "std=3.0)", "std=2.0)"),
+    "function that two variants have": (WGAN, "hidden[0]), 3.0)", "hidden[0]), 2.0)"),
     "name of a section": ("benchmark/ppo_scalar_atari.py", "# --- logging ---", "# --- logs ---"),
     "section in a region": ("ppo_qr_atari.py", "# QR:\ndef quantile_loss", "# QR:\n# --- QR losses ---\ndef quantile_loss"),
     "deleted line": ("ppo_qr_atari.py", "        global_step += batch_size\n", ""),

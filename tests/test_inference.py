@@ -144,8 +144,14 @@ def test_policy_and_regression_losses_reach_their_head_and_the_trunk_only(bdpg, 
 
 def test_optimisers_share_no_parameter_and_forget_none(script):
     agent, optimizers, _ = make_agent(script)
-    owned = [p for optimizer in optimizers.values() for group in optimizer.param_groups for p in group["params"]]
+    vectors = [vector for optimizer in optimizers.values() for group in optimizer.param_groups for vector in group["params"]]
+    owned = [p for vector in vectors for p in vector.parts]
     assert len({id(p) for p in owned}) == len(owned) == len(list(agent.parameters()))
+    assert sum(map(len, vectors)) == sum(p.numel() for p in owned)
+    with torch.no_grad():
+        for vector in vectors:
+            vector.fill_(3.0)
+    assert all((p == 3).all() for p in agent.parameters())  # the vectors are the parameters, not copies of them
 
 
 def test_the_prior_learns_through_the_generator_which_stays_fixed(bdpg):
@@ -276,13 +282,19 @@ def test_ppo_loss_equals_the_formula(shared, norm_adv):
 
 @pytest.mark.parametrize("size, limit, factor", [(100.0, 0.5, 0.005), (0.1, 0.5, 1.0)])
 def test_descend_clips_the_gradient_norm(shared, size, limit, factor):
-    weight, other = torch.zeros(4, requires_grad=True), torch.ones(4, requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    direction = torch.tensor([0.5, -0.5, 0.5, 0.5])  # of length 1
-    norm = shared.descend(optimizer, (size * direction * weight * other).sum(), limit)
+    """Over all that the optimiser moves: here two networks in groups of their own, and a bias that the loss does not see."""
+    networks = [torch.nn.Linear(2, 1), torch.nn.Linear(1, 2, bias=False)]
+    with torch.no_grad():
+        for parameter in (parameter for network in networks for parameter in network.parameters()):
+            parameter.zero_()
+    optimizer = torch.optim.SGD([{"params": shared.as_vector([network])} for network in networks], lr=1.0)
+    direction, other = torch.tensor([0.5, -0.5, 0.5, 0.5]), torch.ones(2, requires_grad=True)  # direction: of length 1
+    weights = torch.cat([network.weight.flatten() for network in networks])
+    norm = shared.descend(optimizer, (size * direction * weights).sum() * other.prod(), limit)
     assert norm == pytest.approx(size)  # the norm before clipping
-    torch.testing.assert_close(weight.detach(), -size * factor * direction)
-    assert other.grad is None
+    moved = torch.cat([network.weight.detach().flatten() for network in networks])
+    torch.testing.assert_close(moved, -size * factor * direction)
+    assert other.grad is None and networks[0].bias.item() == 0
 
 
 # --- metrics of the return distribution ---

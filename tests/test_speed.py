@@ -31,18 +31,34 @@ def plain_gae(rewards, g, next_g, terminations, dones, gamma, gae_lambda, k):
     return advantages
 
 
-def plain_adam(groups, eps, fused):
-    """Parameter by parameter."""
-    assert fused
-    return ADAM(groups, eps=eps, fused=False, foreach=False)
+def plain_optimizers(make_optimizers):
+    """Each with its parameters one by one, instead of as a vector."""
+
+    def plain(agent, args):
+        optimizers = make_optimizers(agent, args)
+        for name, optimizer in optimizers.items():
+            groups = [group | {"params": group["params"][0].parts, "fused": False} for group in optimizer.param_groups]
+            optimizers[name] = torch.optim.Adam(groups, foreach=False)
+        return optimizers
+
+    return plain
 
 
-ADAM = torch.optim.Adam
+def plain_descend(optimizer, loss, max_grad_norm):
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient
+    norm = sum(parameter.grad.double().square().sum() for parameter in parameters).sqrt()
+    for parameter in parameters:
+        parameter.grad *= min(1, max_grad_norm / norm.item())
+    optimizer.step()
+    return norm
 
 
 def test_three_iterations_of_the_fast_code_equal_the_plain_ones(script, tmp_path, monkeypatch):
     fast = script.train(short_args(script, tmp_path / "fast")).state_dict()
-    monkeypatch.setattr(torch.optim, "Adam", plain_adam)
+    monkeypatch.setattr(script, "make_optimizers", plain_optimizers(script.make_optimizers))
+    monkeypatch.setattr(script, "descend", plain_descend)
     monkeypatch.setattr(script, "k_step_gae", plain_gae)
     if is_atari(script):
         monkeypatch.setattr(script.Trunk, "forward", plain_trunk)
