@@ -390,7 +390,7 @@ class Agent(nn.Module):
         self.obs_stats = RunningMeanStd((obs_dim,))
         self.trunk = Trunk(obs_dim)
         self.policy = Policy(obs_dim, action_dim)
-        hidden = (64, 32)  # WGAN: widths of its networks
+        hidden = (64, 64)  # WGAN: widths of its networks
 
         self.reward_stats = RunningMeanStd()
         # WGAN:

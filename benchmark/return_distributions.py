@@ -251,15 +251,19 @@ UPDATES = {
 }
 
 
-def make_agent(critic):
-    """The script's agent, whose policy rests, and its arguments; PPO+QR, an Atari script, gets the MuJoCo trunk and arguments."""
+def default_args(critic):
+    """The script's own; PPO+QR, an Atari script, gets those of MuJoCo."""
+    return qr.Args(**vars(scalar.Args(cuda=False))) if critic == "qr" else SCRIPTS[critic].Args(cuda=False)
+
+
+def make_agent(critic, args):
+    """The script's agent, whose policy rests; PPO+QR, an Atari script, gets the trunk of MuJoCo."""
     script = scalar if critic == "qr" else SCRIPTS[critic]
-    args = script.Args(cuda=False)
     space = Box(-1, 1, (NUM_FEATURES,))
     agent = script.Agent(SimpleNamespace(single_observation_space=space, single_action_space=space), args)
     if critic == "qr":
-        agent.return_model = qr.ReturnModel(agent.trunk.output_dim, qr.Args.num_quantiles)
-    return agent, args
+        agent.return_model = qr.ReturnModel(agent.trunk.output_dim, args.num_quantiles)
+    return agent
 
 
 def roll_out(process, states, num_steps):
@@ -277,8 +281,8 @@ def roll_out(process, states, num_steps):
 def train(critic, process, target, gae_lambda, seed, steps):
     """The agent after `steps` gradient steps on a process, and its W1 on the way there, as [[step, W1], ...]."""
     torch.manual_seed(seed)
-    script = SCRIPTS[critic]
-    agent, args = make_agent(critic)
+    script, args = SCRIPTS[critic], default_args(critic)
+    agent = make_agent(critic, args)
     model, features = agent.return_model, process.features
     optimizers = script.make_optimizers(agent, args)
     states = process.start[torch.randint(len(process.start), (args.num_envs,))]

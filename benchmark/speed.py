@@ -55,6 +55,8 @@ class Args:
     """runs of each"""
     iterations: int = 3
     """training batches of a run that count"""
+    only: tuple[str, ...] = ()
+    """measure these rows of the table alone, e.g. --only BDPG "scalar critic" (default: all)"""
     sweeps: bool = True
     """also measure how BDPG's cost grows with environments, minibatch and latent dimension"""
     write: bool = False
@@ -301,6 +303,11 @@ def main(args):
         contenders["SB3"] = (run_sb3, None)
     else:
         print("Stable-Baselines3 is left out; install it with: pip install stable-baselines3==2.9.2 opencv-python-headless")
+    unknown = [label for label in args.only if label not in contenders]
+    if unknown:
+        print(f"error: there is no {unknown[0]!r} to measure; there are: {', '.join(contenders)}.", file=sys.stderr)
+        raise SystemExit(2)
+    contenders = {label: contenders[label] for label in args.only or contenders}
     results, rates = compare(args, contenders)
     record = {
         "task": args.task,

@@ -1,39 +1,25 @@
-"""Does the return model learn a distribution? Supervised, without reinforcement learning: 24 states, each with a known law of x.
+"""Does a return model learn a distribution? Supervised, without reinforcement learning: 24 states, each with a known law of x.
 
-The networks, losses and optimisers are those of bdpg_mujoco.py, with its defaults; only the trunk's input is a fixed random feature
-of the state. W1 is in units of each law's standard deviation; the floor is what as many true samples score.
+Networks, losses, optimisers and arguments are those of the MuJoCo scripts (PPO+QR gets the trunk of MuJoCo), though many arguments
+play no part here; only the trunk's input is a fixed random feature of the state. W1 is in units of each law's standard deviation;
+the floor is what as many true samples score.
 
-    python benchmark/toy_density.py                      # 6,000 steps, about a minute on a CPU
-    python benchmark/toy_density.py --law-coef 0        # the paper's regression alone
+    python benchmark/toy_density.py bdpg                     # about a minute on a CPU
+    python benchmark/toy_density.py bdpg --law-coef 0        # the paper's regression alone
+    python benchmark/toy_density.py wgan --mean-coef 0 --seed 2
+    python benchmark/toy_density.py qr --num-quantiles 16
 """
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import bdpg_mujoco as bdpg
+from benchmark import return_distributions as bench
 
-NUM_STATES, NUM_FEATURES = 24, 8
-
-
-@dataclass
-class Args:
-    seed: int = 1
-    """seed of networks and samples (the laws are always the same)"""
-    steps: int = 6000
-    """gradient steps; every learning rate goes linearly to 0"""
-    steps_per_rollout: int = 160
-    """steps for which b(s) and w stay as they are, as between two rollouts"""
-    law_coef: float = bdpg.Args.law_coef
-    """as in the script"""
-    r1_coef: float = bdpg.Args.r1_coef
-    """as in the script"""
-    adversarial_learning_rate: float = bdpg.Args.adversarial_learning_rate
-    """as in the script"""
+NUM_STATES, STEPS, STEPS_PER_ROLLOUT = 24, 6000, 160  # b(s) and w stay as they are between two rollouts
 
 
 class Laws:
@@ -44,7 +30,7 @@ class Laws:
         uniform = torch.rand(2, NUM_STATES, generator=generator)
         self.location = 6 * uniform[0] - 3
         self.scale = 0.15 * (1 / 0.15) ** uniform[1]
-        self.features = torch.randn(NUM_STATES, NUM_FEATURES, generator=generator)
+        self.features = torch.randn(NUM_STATES, bench.NUM_FEATURES, generator=generator)
 
     def sample(self, states):
         normal = torch.randn(states.shape)
@@ -57,32 +43,25 @@ class Laws:
         return self.location[states] + self.scale[states] * torch.stack(shapes).gather(0, (states % 4).unsqueeze(0))[0]
 
 
-def train(args):
-    """A trunk and a return model, trained as bdpg_mujoco.py does."""
+def train(critic, args, steps=STEPS):
+    """A trunk and a return model, trained as the script does."""
     torch.manual_seed(args.seed)
-    laws, script_args = Laws(), bdpg.Args(adversarial_learning_rate=args.adversarial_learning_rate)
-    space = bdpg.gym.spaces.Box(-1, 1, (NUM_FEATURES,))
-    envs = type("Spaces", (), {"single_observation_space": space, "single_action_space": space})
-    agent = bdpg.Agent(envs, script_args)
-    model, optimizers = agent.return_model, bdpg.make_optimizers(agent, script_args)
-    for step in range(args.steps):
+    laws, agent, descend = Laws(), bench.make_agent(critic, args), bench.SCRIPTS[critic].descend
+    model, optimizers = agent.return_model, bench.SCRIPTS[critic].make_optimizers(agent, args)
+    centres = torch.zeros(NUM_STATES)
+    for step in range(steps):
         for optimizer in optimizers.values():
             for group in optimizer.param_groups:
-                group["lr"] = (1 - step / args.steps) * group["initial_lr"]
-        if step % args.steps_per_rollout == 0:
+                group["lr"] = (1 - step / steps) * group["initial_lr"]
+        if step % STEPS_PER_ROLLOUT == 0 and critic in ("bdpg", "wgan"):
             with torch.no_grad():
                 rollout = torch.randint(NUM_STATES, (4096,))
                 centres = model.centre(agent.trunk(laws.features))
                 model.track_residuals(laws.sample(rollout) - centres[rollout])
-        states = torch.randint(NUM_STATES, (script_args.minibatch_size,))
+        states = torch.randint(NUM_STATES, (args.minibatch_size,))
         x, c = laws.sample(states), agent.trunk(laws.features[states])
-        joints, z_tilde, x_tilde, z_prime = bdpg.sample_joints(model, x, centres[states], c.detach())
-        d_loss, _ = bdpg.discriminator_loss(model, joints, c.detach(), 8 * args.r1_coef if step % 8 == 0 else 0)
-        bdpg.descend(optimizers["discriminator"], d_loss, script_args.max_grad_norm)
-        q_loss = bdpg.encoder_prior_loss(model, joints, c.detach())
-        bdpg.descend(optimizers["encoder and prior"], q_loss, script_args.max_grad_norm)
-        g_loss = sum(bdpg.generator_losses(model, x, x_tilde, z_tilde, z_prime, c, args.law_coef))
-        bdpg.descend(optimizers["policy, trunk and generator"], script_args.vf_coef * g_loss, script_args.max_grad_norm)
+        loss = bench.UPDATES[critic](agent, optimizers, args, step, c, x, centres[states])
+        descend(optimizers["policy, trunk and generator"], args.vf_coef * loss, args.max_grad_norm)
     return agent, laws
 
 
@@ -106,6 +85,19 @@ def measure(agent, laws, num_samples=2000):
     }
 
 
-if __name__ == "__main__":
-    for name, value in measure(*train(tyro.cli(Args, description=__doc__))).items():
+def main():
+    critics = list(bench.SCRIPTS)
+    if len(sys.argv) < 2 or sys.argv[1] not in critics:
+        print(f"error: say first whose return model, one of {', '.join(critics)}; then arguments of its script.", file=sys.stderr)
+        raise SystemExit(2)
+    critic = sys.argv[1]
+    default = bench.default_args(critic)
+    args = tyro.cli(type(default), default=default, args=sys.argv[2:], prog=f"{Path(__file__).name} {critic}", description=__doc__)
+    bench.SCRIPTS[critic].check_args(args)
+    torch.set_num_threads(1)
+    for name, value in measure(*train(critic, args)).items():
         print(f"{name:22s}{value:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -122,7 +122,7 @@ def test_a_dropped_mode_is_seen():
 
 def test_inference_of_an_encoder_that_inverts_the_generator():
     """G(z, s) = z_0 and q(z|x, s) = N(x, 0.1²) around it: known errors, and the information gain of independent x and g."""
-    agent, _ = bench.make_agent("bdpg")
+    agent = bench.make_agent("bdpg", bench.default_args("bdpg"))
     model, process = agent.return_model, bench.PROCESSES["gaussian"]
     model.track_residuals(torch.ones(2))
     model.prior = torch.nn.Sequential(model.prior, torch.nn.Hardshrink(2))  # the mean is 0

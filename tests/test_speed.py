@@ -130,8 +130,28 @@ def test_everything_is_measured_in_turns_and_written(tmp_path, monkeypatch, caps
     assert "pip install stable-baselines3" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("wrong", [dict(repeats=0), dict(iterations=0)])
-def test_wrong_arguments_are_refused(wrong, capsys):
+def test_only_what_is_asked_for_is_measured(monkeypatch, capsys):
+    order = []
+
+    def measured(function, name, *rest):
+        order.append(name)
+        return 10.0 if function is speed.run_matmul else result(100, 0.5)
+
+    monkeypatch.setattr(speed, "in_own_process", measured)
+    speed.main(speed.Args(repeats=2, sweeps=False, only=("scalar critic", "BDPG")))
+    assert order == [None, "benchmark/ppo_scalar_mujoco", "bdpg_mujoco"] * 2
+    assert "1.00 (1.00-1.00)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (dict(repeats=0), "at least 1"),
+        (dict(iterations=0), "at least 1"),
+        (dict(only=("DQN",)), "no 'DQN' to measure; there are: BDPG, "),
+    ],
+)
+def test_wrong_arguments_are_refused(wrong, message, capsys):
     with pytest.raises(SystemExit) as stop:
         speed.main(speed.Args(**wrong))
-    assert stop.value.code == 2 and "at least 1" in capsys.readouterr().err
+    assert stop.value.code == 2 and message in capsys.readouterr().err
