@@ -64,7 +64,7 @@ def main(args):
     figure, axes = plt.subplots(
         len(ROWS), len(tasks), figsize=(1 + 3.2 * len(tasks), 7), sharex="col", squeeze=False, layout="constrained"
     )
-    table = []
+    table, several = [], len({task.split("\n")[1] for task in tasks}) > 1
     for column, (task, runs) in enumerate(tasks.items()):
         for curves, record in runs:
             seed = record["args"]["seed"]
@@ -73,7 +73,7 @@ def main(args):
             ends = {tag: curves[tag][1, -args.last :].mean() for tag in list(ROWS)[1:]}
             final = curves["last scores"]
             table.append([*task.split("\n"), seed, int(curves["losses/policy"][0, -1]), final.mean(), final.std(), *ends.values()])
-        axes[0, column].set_title(task.split("\n")[0])
+        axes[0, column].set_title(task if several else task.split("\n")[0])
         axes[-1, column].set_xlabel("agent steps (thousands)")
         axes[1, column].set_ylim(-0.25, 1.02)
         axes[2, column].set_ylim(0, 1)
@@ -90,8 +90,9 @@ def main(args):
         writer.writerow(header)
         writer.writerows([[f"{value:.4g}" if isinstance(value, float) else value for value in row] for row in table])
     print("| task | seed | steps | score, last 100 episodes | explained variance | coverage of 80 % |", "|---" * 6 + "|", sep="\n")
-    for task, _, seed, steps, score, std, explained, coverage in table:
-        print(f"| {task} | {seed} | {steps:,} | {score:.0f} ± {std:.0f} | {explained:.3f} | {coverage:.2f} |")
+    for task, script, seed, steps, score, std, explained, coverage in table:
+        name = f"{task}, {script}" if several else task
+        print(f"| {name} | {seed} | {steps:,} | {score:.0f} ± {std:.0f} | {explained:.3f} | {coverage:.2f} |")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,164 @@
+"""Does the information gain help to explore? BDPG with it, without it, and with the same bonuses dealt out at random.
+
+In the shuffled arm the gains of a training batch are permuted among its steps: their size, schedule and normalisation stay, but not
+where they are paid. If curiosity beats that, it is by what it points at, not by the noise it adds.
+
+    python benchmark/curiosity.py --workers 2 --write     # 2 tasks x 3 arms x 10 seeds; run it again to go on after an interruption
+"""
+
+import csv
+import json
+import multiprocessing
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import gymnasium as gym
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+import tyro
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import bdpg_mujoco as bdpg
+
+ROOT = Path(__file__).resolve().parent.parent
+# A return above this means that the goal was reached.
+GOALS = {"MountainCarContinuous-v0": 0.0, "SparsePendulum-v0": 0.0}
+ARMS = {"no curiosity": "#000000", "information gain": "#0072B2", "shuffled gain": "#D55E00"}
+
+
+class Sparse(gym.Wrapper):
+    """Pendulum that starts hanging and pays 1 for each step within 15 degrees of upright, and nothing else."""
+
+    def reset(self, *, seed=None, options=None):
+        _, info = self.env.reset(seed=seed, options=options)
+        self.unwrapped.state = np.array([np.pi, 0.0]) + self.unwrapped.np_random.uniform(-0.1, 0.1, 2)
+        return self.unwrapped._get_obs(), info
+
+    def step(self, action):
+        obs, _, terminated, truncated, info = self.env.step(action)
+        return obs, float(obs[0] > np.cos(np.pi / 12)), terminated, truncated, info
+
+
+gym.register("SparsePendulum-v0", lambda **options: Sparse(gym.make("Pendulum-v1", **options).unwrapped), max_episode_steps=200)
+
+
+@dataclass
+class Args:
+    envs: tuple[str, ...] = tuple(GOALS)
+    """tasks in which reward is far away"""
+    seeds: tuple[int, ...] = tuple(range(1, 11))
+    """of each arm"""
+    eta: float = 1.0
+    """curiosity coefficient η of the two arms that have one"""
+    total_timesteps: int = 200_000
+    """of each run"""
+    workers: int = 1
+    """runs at the same time, one thread each"""
+    output: Path = Path("runs/curiosity")
+    """folder of the runs, of finished.jsonl (what is in it is not run again), and of table and figure"""
+    write: bool = False
+    """write table and figure to benchmark/results/ instead"""
+
+
+def shuffled(gains):
+    return gains.flatten()[torch.randperm(gains.numel())].view_as(gains)
+
+
+def run_job(job):
+    """One run; returns the job with the return of every episode and the step at which it ended."""
+    torch.set_num_threads(1)
+    if job["arm"] == "shuffled gain":
+        gaussian_kl = bdpg.gaussian_kl
+        bdpg.gaussian_kl = lambda *given: shuffled(gaussian_kl(*given))
+    eta = 0.0 if job["arm"] == "no curiosity" else job["eta"]
+    folder = Path(job["folder"]) / job["arm"].replace(" ", "-")
+    sys.stdout = sys.stderr = open(folder.parent / "log.txt", "a")  # noqa: SIM115 (this process ends with the job)
+    bdpg.train(
+        bdpg.Args(env_id=job["env"], seed=job["seed"], eta=eta, total_timesteps=job["total_timesteps"], cuda=False, run_dir=folder)
+    )
+    (run_dir,) = folder.glob(f"{job['env']}__bdpg_mujoco__{job['seed']}__*")
+    log = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
+    return job | {"episodes": [(event.step, event.value) for event in log.Scalars("charts/episodic_return")]}
+
+
+def curve(job, grid):
+    """Mean return of the last 20 episodes before each step of the grid; nan before the first episode."""
+    steps, returns = np.array(job["episodes"]).T
+    counts = np.searchsorted(steps, grid, side="right")
+    return np.array([np.mean(returns[max(0, n - 20) : n]) if n else np.nan for n in counts])
+
+
+def interval(values, resamples=10_000):
+    """Mean and its 95 % bootstrap interval."""
+    values = np.array(values, dtype=float)
+    means = np.random.default_rng(0).choice(values, (resamples, len(values))).mean(1)
+    return f"{values.mean():.1f} ({np.quantile(means, 0.025):.1f} to {np.quantile(means, 0.975):.1f})"
+
+
+def report(jobs, args):
+    """A table and a figure of what is finished, and the curves behind them."""
+    folder = ROOT / "benchmark" / "results" if args.write else args.output
+    folder.mkdir(parents=True, exist_ok=True)
+    grid = np.linspace(0, args.total_timesteps, 101)[1:]
+    envs = [env for env in args.envs if any(job["env"] == env for job in jobs)]
+    figure, axes = plt.subplots(1, len(envs), figsize=(4.2 * len(envs), 3.6), squeeze=False, layout="constrained")
+    header = ["task", "arm", "seeds", "return, last 20 episodes", "seeds that reached the goal", "steps until then, median"]
+    rows, lines = [], ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    for env, axis in zip(envs, axes[0], strict=True):
+        for arm, colour in ARMS.items():
+            runs = [job for job in jobs if job["env"] == env and job["arm"] == arm]
+            if not runs:
+                continue
+            curves = np.array([curve(job, grid) for job in runs])
+            mean, std = curves.mean(0), curves.std(0)
+            axis.plot(grid, mean, color=colour, label=arm)
+            axis.fill_between(grid, mean - std, mean + std, color=colour, alpha=0.15, lw=0)
+            rows += [
+                [env, arm, job["seed"], *values]
+                for job, line in zip(runs, curves, strict=True)
+                for values in zip(grid, line, strict=True)
+            ]
+            first = [next((step for step, value in job["episodes"] if value > GOALS[env]), None) for job in runs]
+            reached = [step for step in first if step is not None]
+            median = f"{np.median(reached):,.0f}" if reached else ""
+            lines.append(f"| {env} | {arm} | {len(runs)} | {interval(curves[:, -1])} | {len(reached)} | {median} |")
+        axis.set(title=env, xlabel="environment steps", ylabel="return, last 20 episodes")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=len(ARMS), frameon=False)
+    figure.savefig(folder / "curiosity.png", dpi=130)
+    plt.close(figure)
+    with open(folder / "curiosity.csv", "w", newline="") as file:
+        csv.writer(file).writerows([["env", "arm", "seed", "step", "return"], *rows])
+    print("\n".join(lines))
+
+
+def main(args):
+    if args.workers < 1 or args.eta <= 0 or not args.seeds:
+        bdpg.fail("--workers must be at least 1, --eta above 0, and --seeds one number or more.")
+    unknown = [env for env in args.envs if env not in GOALS]
+    if unknown:
+        bdpg.fail(f"{unknown[0]} is none of this study's tasks, which are {' and '.join(GOALS)}.")
+    args.output.mkdir(parents=True, exist_ok=True)
+    path = args.output / "finished.jsonl"
+    finished = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    common = dict(eta=args.eta, total_timesteps=args.total_timesteps, folder=str(args.output))
+    jobs = [dict(env=env, arm=arm, seed=seed, **common) for seed in args.seeds for env in args.envs for arm in ARMS]
+    done = [job for job in finished if {key: value for key, value in job.items() if key != "episodes"} in jobs]
+    known = [{key: value for key, value in job.items() if key != "episodes"} for job in done]
+    jobs = [job for job in jobs if job not in known]
+    print(f"{len(jobs)} runs to do, {len(done)} done before", flush=True)
+    with multiprocessing.get_context("spawn").Pool(args.workers, maxtasksperchild=1) as pool, open(path, "a") as file:
+        for number, job in enumerate(pool.imap_unordered(run_job, jobs), start=1):
+            done.append(job)
+            print(json.dumps(job), file=file, flush=True)
+            print(f"{number}/{len(jobs)}  {job['env']}, {job['arm']}, seed {job['seed']}: {job['episodes'][-1][1]:.1f}", flush=True)
+    report(done, args)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

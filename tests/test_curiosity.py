@@ -1,0 +1,71 @@
+"""The study of curiosity: its tasks, its control arm, and a run in miniature."""
+
+import json
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+from benchmark import curiosity
+
+
+def test_sparse_pendulum_pays_near_upright_only():
+    env = gym.make("SparsePendulum-v0")
+    obs, _ = env.reset(seed=1)
+    assert obs[0] == pytest.approx(-1, abs=0.01)  # hanging
+    for angle, reward in [(0.0, 1), (0.25, 1), (-0.25, 1), (0.3, 0), (-0.3, 0), (np.pi, 0)]:
+        env.reset(seed=1)
+        env.unwrapped.state = np.array([angle, 0.0])
+        env.unwrapped.dt = 0.0  # the angle stays
+        assert env.step(np.zeros(1))[1] == reward
+    env.reset(seed=2)
+    ends = [env.step(np.zeros(1))[2:4] for _ in range(200)]
+    assert ends == [(False, False)] * 199 + [(False, True)]
+
+
+def test_shuffling_moves_the_gains_and_keeps_them_all():
+    gains = torch.rand(64, 16)
+    moved = curiosity.shuffled(gains)
+    assert moved.shape == gains.shape and not torch.equal(moved, gains)
+    assert torch.equal(moved.flatten().sort().values, gains.flatten().sort().values)
+
+
+def test_curves_average_the_last_20_episodes():
+    job = {"episodes": [(10 * n, float(n)) for n in range(1, 41)]}
+    found = curiosity.curve(job, np.array([5, 10, 25, 400]))
+    np.testing.assert_allclose(found, [np.nan, 1, 1.5, np.mean(range(21, 41))])
+
+
+def test_in_miniature_and_again(tmp_path, capsys):
+    args = curiosity.Args(envs=("SparsePendulum-v0",), seeds=(1,), total_timesteps=4096 * 2, workers=2, output=tmp_path)
+    curiosity.main(args)
+    out = capsys.readouterr().out
+    assert "3 runs to do, 0 done before" in out
+    finished = [json.loads(line) for line in (tmp_path / "finished.jsonl").read_text().splitlines()]
+    assert {job["arm"] for job in finished} == set(curiosity.ARMS)
+    episodes = {job["arm"]: job["episodes"] for job in finished}
+    assert all(step % 3200 == 0 for runs in episodes.values() for step, _ in runs)  # 16 episodes of 200 steps at once
+    for arm in curiosity.ARMS:
+        assert f"| SparsePendulum-v0 | {arm} | 1 |" in out
+    assert (tmp_path / "curiosity.png").stat().st_size > 5000
+    assert (tmp_path / "curiosity.csv").read_text().count("\n") == 1 + 3 * 100
+    curiosity.main(args)
+    assert "0 runs to do, 3 done before" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (dict(workers=0), "--workers must be at least 1"),
+        (dict(eta=0.0), "--eta above 0"),
+        (
+            dict(envs=("Hopper-v5",)),
+            "Hopper-v5 is none of this study's tasks, which are MountainCarContinuous-v0 and SparsePendulum-v0.",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused(wrong, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        curiosity.main(curiosity.Args(output=tmp_path / "new", **wrong))
+    assert stop.value.code == 2 and message in capsys.readouterr().err and not (tmp_path / "new").exists()
