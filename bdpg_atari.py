@@ -1,10 +1,10 @@
 """Bayesian Distributional Policy Gradients (BDPG) for Atari games, in one file.
 
 BDPG is PPO whose critic is a return *distribution*: a generator G(z, s) turns a latent z ~ p(z|s) into a sampled return,
-an encoder q(z|x, s) infers the latent behind a Bellman target x, and a discriminator D(x, z, s) trains encoder and prior
-against each other. How far a Bellman target moves the posterior over z is an information gain, which can be paid to the
-policy as a curiosity reward. Paper: Li & Faisal, "Bayesian Distributional Policy Gradients", AAAI 2021; "Eq." and "line" in
-the comments refer to it and to its Algorithm 1. Metrics, implementation details and results: docs/bdpg.md.
+an encoder q(z|x, s) infers the latent behind a Bellman target x, and both prior and encoder learn from a discriminator
+D(x, z, s) that they play against. How far a Bellman target moves the posterior over z is an information gain, which can be
+paid to the policy as a curiosity reward. Paper: Li & Faisal, "Bayesian Distributional Policy Gradients", AAAI 2021; "Eq." and
+"line" in the comments refer to it and to its Algorithm 1. Metrics, implementation details and results: docs/bdpg.md.
 
     python bdpg_atari.py --env-id SeaquestNoFrameskip-v4 --eta 0.1
     python bdpg_atari.py --env-id ALE/Breakout-v5 --total-timesteps 1000000 --eta 0
@@ -12,7 +12,7 @@ the comments refer to it and to its Algorithm 1. Metrics, implementation details
 """
 
 import difflib
-import importlib.util  # Atari: is MoviePy there?
+import importlib.util
 import json
 import math
 import os
@@ -25,7 +25,7 @@ import sys
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Literal, Optional
 
@@ -58,7 +58,7 @@ class Args:
     save_every: int = 50
     """training batches between two checkpoints; the last one is always saved, and the newest three are kept"""
     resume: Optional[Path] = None
-    """continue this run (its folder or one of its checkpoints); only --total-timesteps and where to log may change"""
+    """continue this run (its folder or one of its checkpoints); only its length, device, logging and videos may change"""
     track: bool = False
     """also log to Weights & Biases (needs `pip install wandb`)"""
     wandb_project: str = "bdpg"
@@ -153,6 +153,10 @@ def check_args(args):
         (args.vf_coef >= 0, f"--vf-coef must be at least 0, not {args.vf_coef}."),
         (args.max_grad_norm > 0, f"--max-grad-norm must be positive, not {args.max_grad_norm}."),
         (not args.cuda or torch.cuda.is_available(), "--cuda was asked for, but PyTorch finds no GPU; use --no-cuda."),
+        (
+            not args.capture_video or importlib.util.find_spec("moviepy"),
+            "--capture-video needs MoviePy; install it with: pip install moviepy",
+        ),
         # BDPG:
         (0 <= args.eta < math.inf, f"--eta must be 0 or a positive number, not {args.eta}."),
         (args.u_bar > 0, f"--u-bar must be positive (inf for no cap), not {args.u_bar}."),
@@ -182,8 +186,6 @@ def make_envs(args, video_dir):
         fail(f"there is no environment {args.env_id!r} of the kind XNoFrameskip-v4 or ALE/X-v5; did you mean {nearest}?")
     if not ATARI_ID.fullmatch(args.env_id):
         fail(f"{args.env_id} is not an Atari game, and this script is for those: bdpg_mujoco.py is for continuous control.")
-    if args.capture_video and importlib.util.find_spec("moviepy") is None:
-        fail("--capture-video needs MoviePy; install it with: pip install moviepy")
     # DeepMind's preprocessing, in C++: 84x84 grey, 4 frames a step with the maximum of the last two, 4 frames stacked, up to 30
     # no-ops, FIRE at the start of a game. With life_loss_info a lost life terminates the learning episode and the game goes on
     # (episodic_life would restart the game).
@@ -220,16 +222,17 @@ def step_envs(envs, actions):
 
 # Atari:
 def record_video(envs, frame, game_over):
-    """Collects what the agent sees of the first game, and writes the games that gymnasium's RecordVideo would."""
+    """Collects what the agent sees of the first environment in the games that gymnasium's RecordVideo would show, and writes it."""
     from gymnasium.utils.save_video import capped_cubic_video_schedule, save_video  # needs MoviePy, which only videos need
 
-    envs.video_frames.append(frame)
-    if game_over:
-        if capped_cubic_video_schedule(envs.num_games):
+    if game_over:  # then the frame is the next game's first
+        if envs.video_frames:
             frames = [frame.repeat(4, 0).repeat(4, 1)[..., None].repeat(3, -1) for frame in envs.video_frames]
             save_video(frames, str(envs.video_dir), fps=15, name_prefix="game", episode_index=envs.num_games)
         envs.num_games += 1
         envs.video_frames = []
+    if capped_cubic_video_schedule(envs.num_games):
+        envs.video_frames.append(frame.copy())  # a view would keep the frames of all environments
 
 
 # --- functions ---
@@ -542,7 +545,8 @@ def generator_losses(model, x, x_tilde, z_tilde, z_prime, c, law_coef):
 
     Eq. 12 shapes G over inferred latents. Until those have the prior's law, returns sampled from the prior, which is what the
     critic does, are off in mean and spread. The second term is least where they have the law of x: a sample g' is drawn towards
-    targets and pushed, as hard, off other samples x̃ of its state. With w it has the unit of Eq. 12, whatever the returns' scale."""
+    targets and pushed, as hard, off other samples x̃ of its state. x̃ stays where it is, hence twice: what comes out has the slope of
+    the energy distance and not its value. With w it has the unit of Eq. 12, whatever the returns' scale."""
     if law_coef == 0:
         return F.mse_loss(model.generate(z_tilde, c), x), torch.zeros_like(x[0])
     reconstruction, g_prime = model.generate(torch.stack([z_tilde, z_prime]), c)
@@ -589,14 +593,18 @@ def distribution_metrics(samples, x):
 
 def start_run(args, run_dir, global_step):
     """Makes the run's folder, writes down what it takes to repeat the run, and opens its log at `global_step`."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    try:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        git = ""
     packages = ["torch", "numpy", "gymnasium", "mujoco", "ale-py"]
+    versions = {package.name: package.version for package in distributions() if package.name in packages}
     record = {
         "script": Path(__file__).name,
         "command": shlex.join(["python", *sys.argv]),
         "args": plain_args(args),
-        "versions": {"python": platform.python_version(), **{package: version(package) for package in packages}},
-        "git": git.stdout.strip() or None,
+        "versions": {"python": platform.python_version(), **versions},
+        "git": git or None,
     }
     if args.track:
         try:
@@ -604,13 +612,13 @@ def start_run(args, run_dir, global_step):
         except ImportError:
             fail("--track needs Weights & Biases; install it with: pip install wandb")
     try:
-        run_dir.mkdir(parents=True, exist_ok=args.resume is not None or args.capture_video)
+        run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
         (run_dir / "run.json").write_text(json.dumps(record, indent=2) + "\n")
+        if args.track:  # before the log is opened, or it would not be seen
+            wandb.init(project=args.wandb_project, name=run_dir.name, config=record["args"], dir=run_dir, sync_tensorboard=True)
         writer = SummaryWriter(run_dir, purge_step=global_step + 1)  # a resumed log goes on where the checkpoint was
     except OSError as error:
         fail(f"the run's folder {run_dir} cannot be written ({error.strerror}); choose another with --run-dir.")
-    if args.track:
-        wandb.init(project=args.wandb_project, name=run_dir.name, config=record["args"], dir=run_dir, sync_tensorboard=True)
     writer.add_text("run", f"```\n{json.dumps(record, indent=2)}\n```", global_step)
     return writer, record
 
@@ -704,7 +712,7 @@ def train(args):
         checkpoint, path = load_checkpoint(args.resume)
         run_dir = path.parent
         check_same_run(args, checkpoint["args"])
-    envs = make_envs(args, run_dir / "videos")
+    envs = make_envs(args, run_dir / "videos" / start)
     agent = Agent(envs, args).to(device)  # line 1
     model = agent.return_model
     optimizers = make_optimizers(agent, args)
@@ -831,6 +839,7 @@ def train(args):
         b_obs, b_actions, b_log_probs, b_advantages, b_x = (v.flatten(0, 1) for v in (obs, actions, log_probs, advantages, x))
         # BDPG:
         b_centre = centre.flatten()
+        updates_before = (iteration - 1) * args.update_epochs * batch_size // args.minibatch_size
 
         history = []
         for _ in range(args.update_epochs):
@@ -841,7 +850,8 @@ def train(args):
                 # BDPG:
                 s = c.detach()  # the adversarial networks take the trunk's output and never train it
                 joints, z_tilde, x_tilde, z_prime = sample_joints(model, x, b_centre[index], s)  # lines 15-16
-                r1_coef = 8 * args.r1_coef if len(history) % 8 == 0 else 0  # every eighth time, eightfold: as good, and cheaper
+                # The penalty on D's slope every eighth time, eightfold: as good, and cheaper.
+                r1_coef = 8 * args.r1_coef if (updates_before + len(history)) % 8 == 0 else 0
                 losses["discriminator"], accuracy = discriminator_loss(model, joints, s, r1_coef)
                 descend(optimizers["discriminator"], losses["discriminator"], args.max_grad_norm)  # line 17
                 losses["encoder_prior"] = encoder_prior_loss(model, joints, s)

@@ -1,10 +1,10 @@
 """Bayesian Distributional Policy Gradients (BDPG) for continuous control, in one file.
 
 BDPG is PPO whose critic is a return *distribution*: a generator G(z, s) turns a latent z ~ p(z|s) into a sampled return,
-an encoder q(z|x, s) infers the latent behind a Bellman target x, and a discriminator D(x, z, s) trains encoder and prior
-against each other. How far a Bellman target moves the posterior over z is an information gain, which can be paid to the
-policy as a curiosity reward. Paper: Li & Faisal, "Bayesian Distributional Policy Gradients", AAAI 2021; "Eq." and "line" in
-the comments refer to it and to its Algorithm 1. Metrics, implementation details and results: docs/bdpg.md.
+an encoder q(z|x, s) infers the latent behind a Bellman target x, and both prior and encoder learn from a discriminator
+D(x, z, s) that they play against. How far a Bellman target moves the posterior over z is an information gain, which can be
+paid to the policy as a curiosity reward. Paper: Li & Faisal, "Bayesian Distributional Policy Gradients", AAAI 2021; "Eq." and
+"line" in the comments refer to it and to its Algorithm 1. Metrics, implementation details and results: docs/bdpg.md.
 
     python bdpg_mujoco.py --env-id Hopper-v5
     python bdpg_mujoco.py --env-id MountainCarContinuous-v0 --total-timesteps 300000 --eta 0.1
@@ -12,6 +12,7 @@ the comments refer to it and to its Algorithm 1. Metrics, implementation details
 """
 
 import difflib
+import importlib.util
 import json
 import math
 import os
@@ -24,7 +25,7 @@ import sys
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Literal, Optional
 
@@ -55,7 +56,7 @@ class Args:
     save_every: int = 50
     """training batches between two checkpoints; the last one is always saved, and the newest three are kept"""
     resume: Optional[Path] = None
-    """continue this run (its folder or one of its checkpoints); only --total-timesteps and where to log may change"""
+    """continue this run (its folder or one of its checkpoints); only its length, device, logging and videos may change"""
     track: bool = False
     """also log to Weights & Biases (needs `pip install wandb`)"""
     wandb_project: str = "bdpg"
@@ -147,6 +148,10 @@ def check_args(args):
         (args.vf_coef >= 0, f"--vf-coef must be at least 0, not {args.vf_coef}."),
         (args.max_grad_norm > 0, f"--max-grad-norm must be positive, not {args.max_grad_norm}."),
         (not args.cuda or torch.cuda.is_available(), "--cuda was asked for, but PyTorch finds no GPU; use --no-cuda."),
+        (
+            not args.capture_video or importlib.util.find_spec("moviepy"),
+            "--capture-video needs MoviePy; install it with: pip install moviepy",
+        ),
         # BDPG:
         (0 <= args.eta < math.inf, f"--eta must be 0 or a positive number, not {args.eta}."),
         (args.u_bar > 0, f"--u-bar must be positive (inf for no cap), not {args.u_bar}."),
@@ -175,8 +180,7 @@ def make_envs(args, video_dir):
             return gym.make(args.env_id, disable_env_checker=True)
         # gymnasium 1.4 leaves MuJoCo's camera where it is unless told to follow, and the agent runs out of the picture
         camera = {"camera_name": "track"} if "mujoco" in str(gym.spec(args.env_id).entry_point) else {}
-        env = gym.make(args.env_id, render_mode="rgb_array", disable_env_checker=True, **camera)
-        return gym.wrappers.RecordVideo(env, str(video_dir), disable_logger=True)
+        return gym.make(args.env_id, render_mode="rgb_array", disable_env_checker=True, **camera)
 
     try:
         envs = gym.vector.SyncVectorEnv(
@@ -195,11 +199,14 @@ def make_envs(args, video_dir):
             fail(f"{args.env_id} has the space {space}, but this script needs vectors of real numbers.")
     if not envs.single_action_space.is_bounded():
         fail(f"{args.env_id} has unbounded actions, and this script needs bounds to scale them.")
+    envs.video_dir = video_dir if args.capture_video else None
     return envs
 
 
 # MuJoCo:
 def reset_envs(envs, seed):
+    if envs.video_dir is not None:
+        envs.envs[0] = gym.wrappers.RecordVideo(envs.envs[0], str(envs.video_dir), disable_logger=True)
     return envs.reset(seed=seed)[0]
 
 
@@ -528,7 +535,8 @@ def generator_losses(model, x, x_tilde, z_tilde, z_prime, c, law_coef):
 
     Eq. 12 shapes G over inferred latents. Until those have the prior's law, returns sampled from the prior, which is what the
     critic does, are off in mean and spread. The second term is least where they have the law of x: a sample g' is drawn towards
-    targets and pushed, as hard, off other samples x̃ of its state. With w it has the unit of Eq. 12, whatever the returns' scale."""
+    targets and pushed, as hard, off other samples x̃ of its state. x̃ stays where it is, hence twice: what comes out has the slope of
+    the energy distance and not its value. With w it has the unit of Eq. 12, whatever the returns' scale."""
     if law_coef == 0:
         return F.mse_loss(model.generate(z_tilde, c), x), torch.zeros_like(x[0])
     reconstruction, g_prime = model.generate(torch.stack([z_tilde, z_prime]), c)
@@ -575,14 +583,18 @@ def distribution_metrics(samples, x):
 
 def start_run(args, run_dir, global_step):
     """Makes the run's folder, writes down what it takes to repeat the run, and opens its log at `global_step`."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    try:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        git = ""
     packages = ["torch", "numpy", "gymnasium", "mujoco", "ale-py"]
+    versions = {package.name: package.version for package in distributions() if package.name in packages}
     record = {
         "script": Path(__file__).name,
         "command": shlex.join(["python", *sys.argv]),
         "args": plain_args(args),
-        "versions": {"python": platform.python_version(), **{package: version(package) for package in packages}},
-        "git": git.stdout.strip() or None,
+        "versions": {"python": platform.python_version(), **versions},
+        "git": git or None,
     }
     if args.track:
         try:
@@ -590,13 +602,13 @@ def start_run(args, run_dir, global_step):
         except ImportError:
             fail("--track needs Weights & Biases; install it with: pip install wandb")
     try:
-        run_dir.mkdir(parents=True, exist_ok=args.resume is not None or args.capture_video)
+        run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
         (run_dir / "run.json").write_text(json.dumps(record, indent=2) + "\n")
+        if args.track:  # before the log is opened, or it would not be seen
+            wandb.init(project=args.wandb_project, name=run_dir.name, config=record["args"], dir=run_dir, sync_tensorboard=True)
         writer = SummaryWriter(run_dir, purge_step=global_step + 1)  # a resumed log goes on where the checkpoint was
     except OSError as error:
         fail(f"the run's folder {run_dir} cannot be written ({error.strerror}); choose another with --run-dir.")
-    if args.track:
-        wandb.init(project=args.wandb_project, name=run_dir.name, config=record["args"], dir=run_dir, sync_tensorboard=True)
     writer.add_text("run", f"```\n{json.dumps(record, indent=2)}\n```", global_step)
     return writer, record
 
@@ -691,7 +703,7 @@ def train(args):
         checkpoint, path = load_checkpoint(args.resume)
         run_dir = path.parent
         check_same_run(args, checkpoint["args"])
-    envs = make_envs(args, run_dir / "videos")
+    envs = make_envs(args, run_dir / "videos" / start)
     agent = Agent(envs, args).to(device)  # line 1
     model = agent.return_model
     optimizers = make_optimizers(agent, args)
@@ -815,6 +827,7 @@ def train(args):
         b_obs, b_actions, b_log_probs, b_advantages, b_x = (v.flatten(0, 1) for v in (obs, actions, log_probs, advantages, x))
         # BDPG:
         b_centre = centre.flatten()
+        updates_before = (iteration - 1) * args.update_epochs * batch_size // args.minibatch_size
 
         history = []
         for _ in range(args.update_epochs):
@@ -825,7 +838,8 @@ def train(args):
                 # BDPG:
                 s = c.detach()  # the adversarial networks take the trunk's output and never train it
                 joints, z_tilde, x_tilde, z_prime = sample_joints(model, x, b_centre[index], s)  # lines 15-16
-                r1_coef = 8 * args.r1_coef if len(history) % 8 == 0 else 0  # every eighth time, eightfold: as good, and cheaper
+                # The penalty on D's slope every eighth time, eightfold: as good, and cheaper.
+                r1_coef = 8 * args.r1_coef if (updates_before + len(history)) % 8 == 0 else 0
                 losses["discriminator"], accuracy = discriminator_loss(model, joints, s, r1_coef)
                 descend(optimizers["discriminator"], losses["discriminator"], args.max_grad_norm)  # line 17
                 losses["encoder_prior"] = encoder_prior_loss(model, joints, s)

@@ -4,7 +4,7 @@ python benchmark/ppo_scalar_atari.py
 """
 
 import difflib
-import importlib.util  # Atari: is MoviePy there?
+import importlib.util
 import json
 import math
 import os
@@ -17,7 +17,7 @@ import sys
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Literal, Optional
 
@@ -50,7 +50,7 @@ class Args:
     save_every: int = 50
     """training batches between two checkpoints; the last one is always saved, and the newest three are kept"""
     resume: Optional[Path] = None
-    """continue this run (its folder or one of its checkpoints); only --total-timesteps and where to log may change"""
+    """continue this run (its folder or one of its checkpoints); only its length, device, logging and videos may change"""
     track: bool = False
     """also log to Weights & Biases (needs `pip install wandb`)"""
     wandb_project: str = "bdpg"
@@ -131,6 +131,10 @@ def check_args(args):
         (args.vf_coef >= 0, f"--vf-coef must be at least 0, not {args.vf_coef}."),
         (args.max_grad_norm > 0, f"--max-grad-norm must be positive, not {args.max_grad_norm}."),
         (not args.cuda or torch.cuda.is_available(), "--cuda was asked for, but PyTorch finds no GPU; use --no-cuda."),
+        (
+            not args.capture_video or importlib.util.find_spec("moviepy"),
+            "--capture-video needs MoviePy; install it with: pip install moviepy",
+        ),
     ]
     for holds, message in rules:
         if not holds:
@@ -153,8 +157,6 @@ def make_envs(args, video_dir):
         fail(f"there is no environment {args.env_id!r} of the kind XNoFrameskip-v4 or ALE/X-v5; did you mean {nearest}?")
     if not ATARI_ID.fullmatch(args.env_id):
         fail(f"{args.env_id} is not an Atari game, and this script is for those: bdpg_mujoco.py is for continuous control.")
-    if args.capture_video and importlib.util.find_spec("moviepy") is None:
-        fail("--capture-video needs MoviePy; install it with: pip install moviepy")
     # DeepMind's preprocessing, in C++: 84x84 grey, 4 frames a step with the maximum of the last two, 4 frames stacked, up to 30
     # no-ops, FIRE at the start of a game. With life_loss_info a lost life terminates the learning episode and the game goes on
     # (episodic_life would restart the game).
@@ -191,16 +193,17 @@ def step_envs(envs, actions):
 
 # Atari:
 def record_video(envs, frame, game_over):
-    """Collects what the agent sees of the first game, and writes the games that gymnasium's RecordVideo would."""
+    """Collects what the agent sees of the first environment in the games that gymnasium's RecordVideo would show, and writes it."""
     from gymnasium.utils.save_video import capped_cubic_video_schedule, save_video  # needs MoviePy, which only videos need
 
-    envs.video_frames.append(frame)
-    if game_over:
-        if capped_cubic_video_schedule(envs.num_games):
+    if game_over:  # then the frame is the next game's first
+        if envs.video_frames:
             frames = [frame.repeat(4, 0).repeat(4, 1)[..., None].repeat(3, -1) for frame in envs.video_frames]
             save_video(frames, str(envs.video_dir), fps=15, name_prefix="game", episode_index=envs.num_games)
         envs.num_games += 1
         envs.video_frames = []
+    if capped_cubic_video_schedule(envs.num_games):
+        envs.video_frames.append(frame.copy())  # a view would keep the frames of all environments
 
 
 # --- functions ---
@@ -428,14 +431,18 @@ def distribution_metrics(samples, x):
 
 def start_run(args, run_dir, global_step):
     """Makes the run's folder, writes down what it takes to repeat the run, and opens its log at `global_step`."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    try:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        git = ""
     packages = ["torch", "numpy", "gymnasium", "mujoco", "ale-py"]
+    versions = {package.name: package.version for package in distributions() if package.name in packages}
     record = {
         "script": Path(__file__).name,
         "command": shlex.join(["python", *sys.argv]),
         "args": plain_args(args),
-        "versions": {"python": platform.python_version(), **{package: version(package) for package in packages}},
-        "git": git.stdout.strip() or None,
+        "versions": {"python": platform.python_version(), **versions},
+        "git": git or None,
     }
     if args.track:
         try:
@@ -443,13 +450,13 @@ def start_run(args, run_dir, global_step):
         except ImportError:
             fail("--track needs Weights & Biases; install it with: pip install wandb")
     try:
-        run_dir.mkdir(parents=True, exist_ok=args.resume is not None or args.capture_video)
+        run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
         (run_dir / "run.json").write_text(json.dumps(record, indent=2) + "\n")
+        if args.track:  # before the log is opened, or it would not be seen
+            wandb.init(project=args.wandb_project, name=run_dir.name, config=record["args"], dir=run_dir, sync_tensorboard=True)
         writer = SummaryWriter(run_dir, purge_step=global_step + 1)  # a resumed log goes on where the checkpoint was
     except OSError as error:
         fail(f"the run's folder {run_dir} cannot be written ({error.strerror}); choose another with --run-dir.")
-    if args.track:
-        wandb.init(project=args.wandb_project, name=run_dir.name, config=record["args"], dir=run_dir, sync_tensorboard=True)
     writer.add_text("run", f"```\n{json.dumps(record, indent=2)}\n```", global_step)
     return writer, record
 
@@ -543,7 +550,7 @@ def train(args):
         checkpoint, path = load_checkpoint(args.resume)
         run_dir = path.parent
         check_same_run(args, checkpoint["args"])
-    envs = make_envs(args, run_dir / "videos")
+    envs = make_envs(args, run_dir / "videos" / start)
     agent = Agent(envs, args).to(device)  # line 1
     model = agent.return_model
     optimizers = make_optimizers(agent, args)

@@ -4,6 +4,7 @@ python benchmark/ppo_scalar_mujoco.py
 """
 
 import difflib
+import importlib.util
 import json
 import math
 import os
@@ -16,7 +17,7 @@ import sys
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Literal, Optional
 
@@ -47,7 +48,7 @@ class Args:
     save_every: int = 50
     """training batches between two checkpoints; the last one is always saved, and the newest three are kept"""
     resume: Optional[Path] = None
-    """continue this run (its folder or one of its checkpoints); only --total-timesteps and where to log may change"""
+    """continue this run (its folder or one of its checkpoints); only its length, device, logging and videos may change"""
     track: bool = False
     """also log to Weights & Biases (needs `pip install wandb`)"""
     wandb_project: str = "bdpg"
@@ -125,6 +126,10 @@ def check_args(args):
         (args.vf_coef >= 0, f"--vf-coef must be at least 0, not {args.vf_coef}."),
         (args.max_grad_norm > 0, f"--max-grad-norm must be positive, not {args.max_grad_norm}."),
         (not args.cuda or torch.cuda.is_available(), "--cuda was asked for, but PyTorch finds no GPU; use --no-cuda."),
+        (
+            not args.capture_video or importlib.util.find_spec("moviepy"),
+            "--capture-video needs MoviePy; install it with: pip install moviepy",
+        ),
     ]
     for holds, message in rules:
         if not holds:
@@ -146,8 +151,7 @@ def make_envs(args, video_dir):
             return gym.make(args.env_id, disable_env_checker=True)
         # gymnasium 1.4 leaves MuJoCo's camera where it is unless told to follow, and the agent runs out of the picture
         camera = {"camera_name": "track"} if "mujoco" in str(gym.spec(args.env_id).entry_point) else {}
-        env = gym.make(args.env_id, render_mode="rgb_array", disable_env_checker=True, **camera)
-        return gym.wrappers.RecordVideo(env, str(video_dir), disable_logger=True)
+        return gym.make(args.env_id, render_mode="rgb_array", disable_env_checker=True, **camera)
 
     try:
         envs = gym.vector.SyncVectorEnv(
@@ -166,11 +170,14 @@ def make_envs(args, video_dir):
             fail(f"{args.env_id} has the space {space}, but this script needs vectors of real numbers.")
     if not envs.single_action_space.is_bounded():
         fail(f"{args.env_id} has unbounded actions, and this script needs bounds to scale them.")
+    envs.video_dir = video_dir if args.capture_video else None
     return envs
 
 
 # MuJoCo:
 def reset_envs(envs, seed):
+    if envs.video_dir is not None:
+        envs.envs[0] = gym.wrappers.RecordVideo(envs.envs[0], str(envs.video_dir), disable_logger=True)
     return envs.reset(seed=seed)[0]
 
 
@@ -414,14 +421,18 @@ def distribution_metrics(samples, x):
 
 def start_run(args, run_dir, global_step):
     """Makes the run's folder, writes down what it takes to repeat the run, and opens its log at `global_step`."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    try:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        git = ""
     packages = ["torch", "numpy", "gymnasium", "mujoco", "ale-py"]
+    versions = {package.name: package.version for package in distributions() if package.name in packages}
     record = {
         "script": Path(__file__).name,
         "command": shlex.join(["python", *sys.argv]),
         "args": plain_args(args),
-        "versions": {"python": platform.python_version(), **{package: version(package) for package in packages}},
-        "git": git.stdout.strip() or None,
+        "versions": {"python": platform.python_version(), **versions},
+        "git": git or None,
     }
     if args.track:
         try:
@@ -429,13 +440,13 @@ def start_run(args, run_dir, global_step):
         except ImportError:
             fail("--track needs Weights & Biases; install it with: pip install wandb")
     try:
-        run_dir.mkdir(parents=True, exist_ok=args.resume is not None or args.capture_video)
+        run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
         (run_dir / "run.json").write_text(json.dumps(record, indent=2) + "\n")
+        if args.track:  # before the log is opened, or it would not be seen
+            wandb.init(project=args.wandb_project, name=run_dir.name, config=record["args"], dir=run_dir, sync_tensorboard=True)
         writer = SummaryWriter(run_dir, purge_step=global_step + 1)  # a resumed log goes on where the checkpoint was
     except OSError as error:
         fail(f"the run's folder {run_dir} cannot be written ({error.strerror}); choose another with --run-dir.")
-    if args.track:
-        wandb.init(project=args.wandb_project, name=run_dir.name, config=record["args"], dir=run_dir, sync_tensorboard=True)
     writer.add_text("run", f"```\n{json.dumps(record, indent=2)}\n```", global_step)
     return writer, record
 
@@ -530,7 +541,7 @@ def train(args):
         checkpoint, path = load_checkpoint(args.resume)
         run_dir = path.parent
         check_same_run(args, checkpoint["args"])
-    envs = make_envs(args, run_dir / "videos")
+    envs = make_envs(args, run_dir / "videos" / start)
     agent = Agent(envs, args).to(device)  # line 1
     model = agent.return_model
     optimizers = make_optimizers(agent, args)

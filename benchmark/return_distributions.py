@@ -288,7 +288,7 @@ def train(critic, process, target, gae_lambda, seed, steps):
     states = process.start[torch.randint(len(process.start), (args.num_envs,))]
     batch_size = args.num_envs * args.num_steps
     steps_per_iteration = args.update_epochs * batch_size // args.minibatch_size
-    num_iterations, curve = steps // steps_per_iteration, []
+    num_iterations, curve, count = steps // steps_per_iteration, [], 0
     for iteration in range(1, num_iterations + 1):
         for optimizer in optimizers.values():
             for group in optimizer.param_groups:
@@ -308,7 +308,6 @@ def train(critic, process, target, gae_lambda, seed, steps):
                 centre = model.centre(embeddings[:-1])
                 model.track_residuals(x - centre)
         b_obs, b_x, b_centre = features[visited[:-1]].flatten(0, 1), x.flatten(), centre.flatten()
-        count = 0
         for _ in range(args.update_epochs):
             for index in torch.randperm(batch_size).split(args.minibatch_size):
                 c = agent.trunk(b_obs[index])

@@ -87,6 +87,9 @@ def measure(agent, laws, num_samples=2000):
 
 def main():
     critics = list(bench.SCRIPTS)
+    if sys.argv[1:] in (["--help"], ["-h"]):
+        print(__doc__)
+        return
     if len(sys.argv) < 2 or sys.argv[1] not in critics:
         print(f"error: say first whose return model, one of {', '.join(critics)}; then arguments of its script.", file=sys.stderr)
         raise SystemExit(2)

@@ -1,6 +1,7 @@
 """Atari environments against gymnasium's own preprocessing, and the CNN against a plain one."""
 
 import functools
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -162,3 +163,30 @@ def test_trunk_equals_a_plain_nature_cnn(atari):
     plain(pixels).square().sum().backward()
     torch.testing.assert_close(trunk.conv1.weight.grad, plain[0].weight.grad, rtol=1e-3, atol=1e-2)
     assert torch.equal(frames, frames.to(torch.uint8))
+
+
+def test_videos_show_whole_games_of_the_first_environment(atari, monkeypatch, tmp_path):
+    """Games of 3, 2 and 4 steps, of which gymnasium's schedule shows the first two. The frame that comes with the end of a game is
+    the first of the next."""
+    saved = []
+    save = lambda frames, folder, **options: saved.append((frames, options))  # noqa: E731
+    monkeypatch.setattr("gymnasium.utils.save_video.save_video", save)
+    envs = SimpleNamespace(video_dir=tmp_path, video_frames=[], num_games=0)
+    all_frames = np.arange(9, dtype=np.uint8)[:, None, None, None] * np.ones((1, 16, 84, 84), np.uint8)
+    for step, frames in enumerate(all_frames, start=1):
+        atari.record_video(envs, frames[0], step in (3, 5, 9))
+    shown = [[int(frame[0, 0, 0]) for frame in frames] for frames, _ in saved]
+    assert shown == [[0, 1], [2, 3]] and envs.num_games == 3 and envs.video_frames == []
+    assert all(frame.shape == (336, 336, 3) for frames, _ in saved for frame in frames)
+    assert [options["episode_index"] for _, options in saved] == [0, 1]
+    monkeypatch.undo()
+    envs.num_games = 8  # which is to be shown, too
+    envs.video_frames = [all_frames[0, 0]] * 4
+    atari.record_video(envs, all_frames[1, 0], True)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".mp4"]
+
+
+def test_video_frames_do_not_keep_those_of_other_environments(atari, tmp_path):
+    envs = SimpleNamespace(video_dir=tmp_path, video_frames=[], num_games=0)
+    atari.record_video(envs, np.zeros((16, 4, 84, 84), np.uint8)[0, -1], False)
+    assert envs.video_frames[0].base is None

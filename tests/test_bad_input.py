@@ -143,8 +143,10 @@ def test_missing_moviepy(tmp_path, capsys, monkeypatch, names, env_id):
 def test_run_folder_that_cannot_be_made(tmp_path, capsys):
     """Below a regular file, where not even root can make a folder."""
     (tmp_path / "file").write_text("")
-    message = common_error(SCRIPTS, lambda script: short_args(script, tmp_path / "file" / "runs"), capsys)
-    assert "--run-dir" in message and str(tmp_path / "file") in message
+    for capture_video in (False, True):
+        args = dict(run_dir=tmp_path / "file" / "runs", capture_video=capture_video)
+        message = common_error(SCRIPTS, lambda script, args=args: short_args(script, **args), capsys)
+        assert "--run-dir" in message and str(tmp_path / "file") in message
 
 
 # --- numbers that stop being finite ---

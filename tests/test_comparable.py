@@ -52,7 +52,7 @@ CHANGES = {
     "removed tag": ("ppo_qr_atari.py", "# QR:\ndef quantile_loss", "def quantile_loss"),
     "another variant's tag": ("ppo_qr_atari.py", "# QR:\ndef quantile_loss", "# BDPG:\ndef quantile_loss"),
     "another task's tag": ("bdpg_mujoco.py", "# MuJoCo:\nclass Policy", "# Atari:\nclass Policy"),
-    "region run together with what follows": ("bdpg_mujoco.py", "b_centre = centre.flatten()\n\n", "b_centre = centre.flatten()\n"),
+    "region run together with what follows": ("bdpg_mujoco.py", "// args.minibatch_size\n\n", "// args.minibatch_size\n"),
     "task's region in one variant": ("ppo_wgan_mujoco.py", "    output_dim = 64\n", "    output_dim = 32\n"),
     "variant's region in one task": ("ppo_wgan_mujoco.py", "class ReturnModel(nn.Module)", "class ReturnModel(torch.nn.Module)"),
     "variant's region of the scalar critic": (

@@ -1,8 +1,11 @@
 """Continuous control environments against separately stepped ones."""
 
+from pathlib import Path
+
 import gymnasium as gym
 import numpy as np
 import pytest
+from conftest import short_args
 
 
 def make_envs(mujoco, env_id, num_envs):
@@ -65,3 +68,17 @@ def test_actions_are_scaled_to_the_bounds(mujoco, action, arrives):
 def test_environments_start_differently(mujoco):
     obs = mujoco.reset_envs(make_envs(mujoco, "Pendulum-v1", 4), 0)
     assert len(np.unique(obs, axis=0)) == 4
+
+
+def test_videos_are_recorded_of_the_first_environment(mujoco, tmp_path, monkeypatch):
+    """Into the run's folder, which is there by then; a refused task makes none."""
+    recorded = []
+    monkeypatch.setattr(gym.wrappers, "RecordVideo", lambda env, folder, **options: recorded.append((env, folder)) or env)
+    args = short_args(mujoco, tmp_path, env_id="Hopper-v5", capture_video=True, iterations=1)
+    mujoco.train(args)
+    (run_dir,) = tmp_path.iterdir()
+    ((env, folder),) = recorded
+    assert env.render_mode == "rgb_array" and Path(folder).parent == run_dir / "videos"
+    with pytest.raises(SystemExit):
+        mujoco.train(short_args(mujoco, tmp_path / "refused", env_id="CartPole-v1", capture_video=True))
+    assert len(recorded) == 1 and not (tmp_path / "refused").exists()

@@ -3,8 +3,10 @@
 import json
 import platform
 import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,7 +29,7 @@ OWN_METRICS = {
         *(f"losses/{name}" for name in ("discriminator_accuracy", "encoder_prior_grad_norm")),
         *(f"return_model/{name}" for name in ("prior_mean_abs", "encoder_std_min", "residual_scale")),
     },
-    "ppo_wgan": {"losses/critic", "losses/critic_w1", "return_model/residual_scale"},
+    "ppo_wgan": {"losses/critic", "losses/critic_w1", "losses/mean_matching", "return_model/residual_scale"},
     "ppo_qr": set(),
 }
 CURIOSITY_METRICS = {"curiosity/information_gain", "curiosity/information_gain_p99", "curiosity/eta_t"}
@@ -69,6 +71,26 @@ def test_run_folder_is_complete(script, tmp_path):
     assert record["versions"]["python"] == platform.python_version() and record["versions"]["torch"] == version("torch")
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(script.__file__).parent, capture_output=True, text=True)
     assert record["git"] == (git.stdout.strip() or None)
+
+
+def test_run_without_git(script, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    script.train(short_args(script, tmp_path, iterations=1))
+    (run_json,) = tmp_path.rglob("run.json")
+    assert json.loads(run_json.read_text())["git"] is None
+
+
+def test_weights_and_biases_listens_before_the_log_is_opened(script, tmp_path, monkeypatch):
+    """It replaces a class that an open log has used already."""
+    order, writer = [], script.SummaryWriter
+    wandb = SimpleNamespace(init=lambda **options: order.append(options))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(script, "SummaryWriter", lambda *args, **options: order.append("log") or writer(*args, **options))
+    args = short_args(script, tmp_path, iterations=1, track=True, wandb_project="mine")
+    script.train(args)
+    options, log = order
+    assert log == "log" and options["sync_tensorboard"] and options["project"] == "mine" and options["config"]["seed"] == args.seed
+    assert (options["dir"] / "run.json").exists() and options["name"] == options["dir"].name
 
 
 @pytest.mark.parametrize("anneal_lr, fractions", [(True, [1, 2 / 3, 1 / 3]), (False, [1, 1, 1])])
@@ -199,10 +221,10 @@ def test_a_short_bootstrap_leaves_the_rollout_alone(script, tmp_path, monkeypatc
 
 
 def test_slope_penalty_is_lazy_but_keeps_its_weight(bdpg, tmp_path, monkeypatch):
-    """Every eighth minibatch, eightfold: on average over the 8 of an iteration the weight that was asked for."""
+    """Every eighth minibatch, eightfold: on average the weight that was asked for, here with 4 minibatches an iteration."""
     calls = spy(monkeypatch, bdpg, "discriminator_loss")
-    bdpg.train(short_args(bdpg, tmp_path, minibatch_size=8, r1_coef=0.25, iterations=1))
-    assert [args[3] for args, _ in calls] == [2.0] + 7 * [0]
+    bdpg.train(short_args(bdpg, tmp_path, minibatch_size=8, update_epochs=1, r1_coef=0.25, iterations=4))
+    assert [args[3] for args, _ in calls] == 2 * ([2.0] + 7 * [0])
 
 
 def test_sampled_targets_leave_the_advantage_alone(script, tmp_path, monkeypatch):
