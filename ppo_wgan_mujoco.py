@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings  # MuJoCo: its own go there
 from collections import deque
 from dataclasses import asdict, dataclass
 from importlib.metadata import distributions
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Literal, Optional
 
 import gymnasium as gym
+import mujoco  # MuJoCo: the simulator
 import numpy as np
 import torch
 import torch.nn as nn
@@ -171,6 +173,8 @@ def make_envs(args, video_dir):
         fail(f"{args.env_id} is an Atari game, and this script is for continuous control: use bdpg_atari.py.")
     if args.capture_video and sys.platform == "linux" and "DISPLAY" not in os.environ:
         os.environ.setdefault("MUJOCO_GL", "egl")
+
+    mujoco.set_mju_user_warning(warnings.warn)  # which says a thing once, and not for every environment
 
     def make_env(index):
         if not (args.capture_video and index == 0):

@@ -82,3 +82,9 @@ def test_videos_are_recorded_of_the_first_environment(mujoco, tmp_path, monkeypa
     with pytest.raises(SystemExit):
         mujoco.train(short_args(mujoco, tmp_path / "refused", env_id="CartPole-v1", capture_video=True))
     assert len(recorded) == 1 and not (tmp_path / "refused").exists()
+
+
+def test_warnings_of_the_simulator_are_said_once(mujoco, recwarn):
+    """MuJoCo would print this one for each of the three environments."""
+    make_envs(mujoco, "HalfCheetah-v5", 3).close()
+    assert len([warning for warning in recwarn if "settotalmass" in str(warning.message)]) == 1
