@@ -19,9 +19,9 @@ import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROWS = {
-    "charts/episodic_return": "score, mean of 100 episodes",
+    "charts/episodic_return": "score of 100 episodes",
     "return_model/explained_variance": "explained variance",
-    "return_model/coverage_80": "coverage of the 80 % interval",
+    "return_model/coverage_80": "coverage of 80 %",
 }
 
 
