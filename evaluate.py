@@ -282,6 +282,7 @@ def make_camera(script, args, seed):
         tracking = {"camera_name": "track"} if "mujoco" in str(gym.spec(args.env_id).entry_point) else {}
         env = gym.make(args.env_id, render_mode="rgb_array", disable_env_checker=True, **tracking)
         envs = gym.vector.SyncVectorEnv([lambda: env], autoreset_mode=same_step)
+        envs.video_dir = None  # it is filmed here, not by the script
         envs.reset(seed=seed)
         if env.render() is None:
             fail(f"{args.env_id} has no pictures to film.")
