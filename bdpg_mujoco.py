@@ -325,7 +325,7 @@ class ConditionalMLP(nn.Module):
 
     def __init__(self, input_dim, state_dim, output_dim, hidden):
         super().__init__()
-        self.from_inputs = nn.Parameter(nn.init.orthogonal_(torch.empty(input_dim, hidden[0]), 3.0))
+        self.from_inputs = nn.Parameter(nn.init.orthogonal_(torch.empty(input_dim, hidden[0]), 3.0))  # nn.Linear would be slower
         self.from_state = layer_init(nn.Linear(state_dim, hidden[0]), std=1.0)
         self.middle = layer_init(nn.Linear(hidden[0], hidden[1]))
         self.output = layer_init(nn.Linear(hidden[1], output_dim), std=1.0)
