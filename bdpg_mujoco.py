@@ -37,7 +37,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
-from torch.distributions import Independent, Normal  # MuJoCo: continuous actions
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -171,6 +170,15 @@ def check_args(args):
 
 
 # MuJoCo:
+class VectorEnv(gym.vector.SyncVectorEnv):
+    """Environments in a row, without their infos, which nobody reads: to gather them takes a tenth of a step."""
+
+    def _add_info(self, vector_infos, env_info, env_num):
+        kept = {"final_obs": env_info["final_obs"]} if "final_obs" in env_info else {}
+        return super()._add_info(vector_infos, kept, env_num)
+
+
+# MuJoCo:
 def make_envs(args, video_dir):
     if re.match(r"ALE/|.*NoFrameskip-v", args.env_id):
         fail(f"{args.env_id} is an Atari game, and this script is for continuous control: use bdpg_atari.py.")
@@ -187,7 +195,7 @@ def make_envs(args, video_dir):
         return gym.make(args.env_id, render_mode="rgb_array", disable_env_checker=True, **camera)
 
     try:
-        envs = gym.vector.SyncVectorEnv(
+        envs = VectorEnv(
             [lambda index=index: make_env(index) for index in range(args.num_envs)],
             autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,  # the default mode would insert a step that ignores the action
         )
@@ -351,6 +359,24 @@ class Trunk(nn.Module):
 
 
 # MuJoCo:
+class DiagonalGaussian:
+    """Actions with independent normal components; torch.distributions has it too, at four times the cost."""
+
+    def __init__(self, mean, log_std):
+        self.mode, self.log_std = mean, log_std
+
+    def sample(self):
+        return self.mode + self.log_std.exp() * torch.randn_like(self.mode)
+
+    def log_prob(self, action):
+        standardised = (action - self.mode) / self.log_std.exp()
+        return -0.5 * standardised.square().sum(-1) - (self.log_std + 0.5 * math.log(2 * math.pi)).sum()
+
+    def entropy(self):
+        return (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
+
+
+# MuJoCo:
 class Policy(nn.Module):
     """Diagonal Gaussian with a state-independent standard deviation."""
 
@@ -366,7 +392,7 @@ class Policy(nn.Module):
         self.log_std = nn.Parameter(torch.zeros(action_dim))
 
     def forward(self, obs, c):
-        return Independent(Normal(self.net(obs), self.log_std.exp(), validate_args=False), 1, validate_args=False)
+        return DiagonalGaussian(self.net(obs), self.log_std)
 
 
 # BDPG:
@@ -469,10 +495,9 @@ def make_optimizers(agent, args):
     # MuJoCo:
     with_policy, with_returns = [agent.policy], [agent.trunk, model.generator]
 
-    policy_group = group(with_policy, args.learning_rate, (0.9, 0.999))
     return {
         # BDPG:
-        "policy, trunk and generator": adam(policy_group, group(with_returns, args.learning_rate, (0.9, 0.999))),
+        "policy, trunk and generator": adam(group(with_policy + with_returns, args.learning_rate, (0.9, 0.999))),
         "discriminator": adam(group([model.discriminator], args.adversarial_learning_rate, (0.0, 0.99))),
         "encoder and prior": adam(group([model.encoder, model.prior], args.adversarial_learning_rate, (0.0, 0.99))),
     }
@@ -558,10 +583,12 @@ def descend(optimizer, loss, max_grad_norm):
     """One clipped step on the optimiser's own parameters: nothing else that the loss depends on is moved."""
     vectors = [vector for group in optimizer.param_groups for vector in group["params"]]
     parameters = [parameter for vector in vectors for parameter in vector.parts]
-    gradients = iter(torch.autograd.grad(loss, parameters, materialize_grads=True))
-    for vector in vectors:
-        vector.grad = torch.cat([next(gradients).flatten() for _ in vector.parts])
-    grad_norm = nn.utils.clip_grad_norm_(vectors, max_grad_norm)
+    gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
+    gradient = torch.cat([part.flatten() for part in gradients])
+    grad_norm = gradient.norm()
+    gradient *= (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1)  # clip_grad_norm_, at a third of its cost
+    for vector, part in zip(vectors, gradient.split([len(vector) for vector in vectors]), strict=True):
+        vector.grad = part
     optimizer.step()
     return grad_norm
 

@@ -3,6 +3,7 @@
 python benchmark/ppo_scalar_atari.py
 """
 
+import ctypes  # Atari: for its memory
 import difflib
 import importlib.util
 import json
@@ -374,10 +375,9 @@ def make_optimizers(agent, args):
     # Atari:
     with_policy, with_returns = [agent.policy, agent.trunk], [model.generator]
 
-    policy_group = group(with_policy, args.learning_rate, (0.9, 0.999))
     return {
         # Scalar:
-        "policy, trunk and generator": adam(policy_group, group(with_returns, args.learning_rate, (0.9, 0.999))),
+        "policy, trunk and generator": adam(group(with_policy + with_returns, args.learning_rate, (0.9, 0.999))),
     }
 
 
@@ -402,10 +402,12 @@ def descend(optimizer, loss, max_grad_norm):
     """One clipped step on the optimiser's own parameters: nothing else that the loss depends on is moved."""
     vectors = [vector for group in optimizer.param_groups for vector in group["params"]]
     parameters = [parameter for vector in vectors for parameter in vector.parts]
-    gradients = iter(torch.autograd.grad(loss, parameters, materialize_grads=True))
-    for vector in vectors:
-        vector.grad = torch.cat([next(gradients).flatten() for _ in vector.parts])
-    grad_norm = nn.utils.clip_grad_norm_(vectors, max_grad_norm)
+    gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
+    gradient = torch.cat([part.flatten() for part in gradients])
+    grad_norm = gradient.norm()
+    gradient *= (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1)  # clip_grad_norm_, at a third of its cost
+    for vector, part in zip(vectors, gradient.split([len(vector) for vector in vectors]), strict=True):
+        vector.grad = part
     optimizer.step()
     return grad_norm
 
@@ -543,6 +545,10 @@ def train(args):
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = True
     device = torch.device("cuda" if args.cuda else "cpu")
+    # Atari: freed memory is kept, for the next minibatch needs it again; on a CPU a tenth faster
+    if platform.libc_ver()[0] == "glibc":
+        for parameter, value in (-1, 2**31 - 1), (-3, 2**25):  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
+            ctypes.CDLL(None).mallopt(parameter, value)
 
     start = time.strftime("%Y%m%d-%H%M%S")  # with the process id, for runs that start in the same second
     run_dir = args.run_dir / f"{args.env_id.replace('/', '-')}__{Path(__file__).stem}__{args.seed}__{start}-{os.getpid()}"
