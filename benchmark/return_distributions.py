@@ -377,7 +377,7 @@ def run_job(job):
     if critic == "bdpg":
         with torch.no_grad():
             results |= measure_inference(agent, process)
-    return job | results
+    return json.loads(json.dumps(job | results), parse_float=lambda text: float(f"{float(text):.5g}"))  # short lines in the file
 
 
 # --- the bench ---

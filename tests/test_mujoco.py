@@ -5,7 +5,9 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from conftest import short_args
+from torch.distributions import Independent, Normal
 
 
 def make_envs(mujoco, env_id, num_envs):
@@ -88,3 +90,19 @@ def test_warnings_of_the_simulator_are_said_once(mujoco, recwarn):
     """MuJoCo would print this one for each of the three environments."""
     make_envs(mujoco, "HalfCheetah-v5", 3).close()
     assert len([warning for warning in recwarn if "settotalmass" in str(warning.message)]) == 1
+
+
+def test_policy_is_the_gaussian_of_torch_distributions(mujoco):
+    torch.manual_seed(0)
+    policy, obs = mujoco.Policy(obs_dim=5, action_dim=3), torch.randn(7, 5)
+    policy.log_std.data = torch.tensor([-1.0, 0.0, 0.7])
+    ours, truth = policy(obs, None), Independent(Normal(policy.net(obs), policy.log_std.exp()), 1)
+    actions = truth.sample((4,))
+    torch.testing.assert_close(ours.log_prob(actions), truth.log_prob(actions))
+    torch.testing.assert_close(ours.entropy().expand(7), truth.entropy())
+    torch.testing.assert_close(ours.mode, truth.mode)
+    gradients, expected = (torch.autograd.grad(p.log_prob(actions).sum(), policy.parameters()) for p in (ours, truth))
+    torch.testing.assert_close(gradients, expected)
+    samples = torch.stack([ours.sample() for _ in range(20_000)])
+    torch.testing.assert_close(samples.mean(0), truth.mean, atol=0.06, rtol=0)  # four standard errors of the widest
+    torch.testing.assert_close(samples.std(0), truth.stddev, atol=0, rtol=0.02)

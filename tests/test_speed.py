@@ -3,10 +3,12 @@
 import json
 import math
 
+import gymnasium as gym
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import is_atari, short_args
+from torch.distributions import Independent, Normal
 
 from benchmark import speed
 
@@ -62,6 +64,9 @@ def test_three_iterations_of_the_fast_code_equal_the_plain_ones(script, tmp_path
     monkeypatch.setattr(script, "k_step_gae", plain_gae)
     if is_atari(script):
         monkeypatch.setattr(script.Trunk, "forward", plain_trunk)
+    else:
+        monkeypatch.setattr(script, "DiagonalGaussian", lambda mean, log_std: Independent(Normal(mean, log_std.exp()), 1))
+        monkeypatch.setattr(script, "VectorEnv", gym.vector.SyncVectorEnv)
     plain = script.train(short_args(script, tmp_path / "plain")).state_dict()
     for name, value in plain.items():
         torch.testing.assert_close(fast[name], value, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
