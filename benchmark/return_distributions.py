@@ -56,7 +56,7 @@ TARGETS = {
 }
 # On the gaussian process the fastest critic has more of them, to show how "lambda" shrinks the distribution.
 SWEEP = [("lambda", value) for value in (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 1.0)] + [("sr", value) for value in (0.5, 0.8, 0.9, 0.98)]
-KEYS = ("critic", "process", "target", "gae_lambda", "seed", "steps")  # of a job
+KEYS = ("critic", "process", "target", "gae_lambda", "seed", "epochs", "steps")  # of a job
 NUM_SAMPLES, NUM_FEATURES, END = 4096, 8, -1
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -278,16 +278,19 @@ def roll_out(process, states, num_steps):
     return torch.stack(visited), torch.stack(rewards), torch.stack(terminations)
 
 
-def train(critic, process, target, gae_lambda, seed, steps):
-    """The agent after `steps` gradient steps on a process, and its W1 on the way there, as [[step, W1], ...]."""
+def train(critic, process, target, gae_lambda, seed, epochs, steps):
+    """The agent after `steps` gradient steps on a process, and its W1 on the way there, as [[step, W1], ...].
+
+    A rollout has as many gradient steps as in the scripts; those that take fewer passes over it have more environments instead."""
     torch.manual_seed(seed)
     script, args = SCRIPTS[critic], default_args(critic)
     agent = make_agent(critic, args)
     model, features = agent.return_model, process.features
     optimizers = script.make_optimizers(agent, args)
-    states = process.start[torch.randint(len(process.start), (args.num_envs,))]
-    batch_size = args.num_envs * args.num_steps
-    steps_per_iteration = args.update_epochs * batch_size // args.minibatch_size
+    num_envs = args.num_envs * args.update_epochs // epochs
+    states = process.start[torch.randint(len(process.start), (num_envs,))]
+    batch_size = num_envs * args.num_steps
+    steps_per_iteration = epochs * batch_size // args.minibatch_size
     num_iterations, curve, count = steps // steps_per_iteration, [], 0
     for iteration in range(1, num_iterations + 1):
         for optimizer in optimizers.values():
@@ -308,7 +311,7 @@ def train(critic, process, target, gae_lambda, seed, steps):
                 centre = model.centre(embeddings[:-1])
                 model.track_residuals(x - centre)
         b_obs, b_x, b_centre = features[visited[:-1]].flatten(0, 1), x.flatten(), centre.flatten()
-        for _ in range(args.update_epochs):
+        for _ in range(epochs):
             for index in torch.randperm(batch_size).split(args.minibatch_size):
                 c = agent.trunk(b_obs[index])
                 return_loss = UPDATES[critic](agent, optimizers, args, count, c, b_x[index], b_centre[index])
@@ -371,7 +374,7 @@ def run_job(job):
     torch.set_num_threads(1)
     critic, process = job["critic"], PROCESSES[job["process"]]
     start = time.process_time()
-    agent, curve = train(critic, process, job["target"], job["gae_lambda"], job["seed"], job["steps"])
+    agent, curve = train(critic, process, *(job[key] for key in KEYS[2:]))
     results = {"seconds": time.process_time() - start, "version": VERSIONS[critic], "curve": curve}
     results |= measure(sample_returns(agent, process), process)
     if critic == "bdpg":
@@ -395,6 +398,8 @@ class Args:
     """of networks and rollouts, a job for each"""
     steps: int = 20_000
     """gradient steps of a job, 160 to a rollout"""
+    epochs: Literal[1, 2, 5, 10] = 1
+    """passes over a rollout of 160 / epochs environments; 10 is what the scripts do, where data are not free"""
     quick: bool = False
     """one seed, three processes, target sr, 3,200 steps"""
     workers: int = 1
@@ -412,7 +417,7 @@ def plan(args):
         sweep = process == "gaussian" and critic == "qr" and seed in args.seeds[:2] and not args.quick
         for target, gae_lambda in dict.fromkeys(TARGETS[critic] + SWEEP * sweep):
             if target in args.targets:
-                values = (critic, process, target, gae_lambda, seed, args.steps)
+                values = (critic, process, target, gae_lambda, seed, args.epochs, args.steps)
                 jobs.append(dict(zip(KEYS, values, strict=True)))
     return jobs
 
@@ -581,7 +586,7 @@ def main(args):
         bdpg.fail("--steps must be at least 160, --workers at least 1, and --seeds one number or more.")
     args.output.mkdir(parents=True, exist_ok=True)
     path = args.output / "jobs.jsonl"
-    finished = select(load_jobs(path), steps=args.steps)
+    finished = select(load_jobs(path), epochs=args.epochs, steps=args.steps)
     old = sum(job["version"] != VERSIONS[job["critic"]] for job in finished)
     if old:
         print(f"note: {old} of the jobs in {path} were done by another version of their script", file=sys.stderr)
@@ -594,7 +599,7 @@ def main(args):
         for number, job in enumerate(results, start=1):
             finished.append(job)
             print(json.dumps(job), file=file, flush=True)
-            label = " ".join(str(job[key]) for key in KEYS[:-1])
+            label = " ".join(str(job[key]) for key in KEYS[:-2])
             left = (time.time() - start) / number * (len(jobs) - number) / 60
             print(f"{number}/{len(jobs)}  {label}: W1 {np.mean(job['w1']):.3f}, {left:.0f} min left", flush=True)
     report(finished, args)

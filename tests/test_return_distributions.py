@@ -144,7 +144,7 @@ def test_inference_of_an_encoder_that_inverts_the_generator():
 
 def learn(critic, name, steps, target="sr", gae_lambda=0.95):
     process = bench.PROCESSES[name]
-    agent, _ = bench.train(critic, process, target, gae_lambda, 1, steps)
+    agent, _ = bench.train(critic, process, target, gae_lambda, seed=1, epochs=1, steps=steps)
     found = bench.measure(bench.sample_returns(agent, process), process)
     return agent, {
         measure: torch.tensor(found[measure]) for measure in ("w1", "mean_error", "std_ratio", "coverage", "mode_errors")
