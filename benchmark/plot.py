@@ -3,6 +3,7 @@
     python benchmark/plot.py runs/mujoco-figure --output docs/figures/mujoco
     python benchmark/plot.py runs --tags charts/averaged_score return_model/coverage_80
     python benchmark/plot.py runs/ablation --maps-at 10000000 150000000
+    python benchmark/plot.py runs/mujoco-figure --keep benchmark/results/mujoco       # the runs, small enough for a repository
 
 Every picture comes as PNG and SVG with the numbers behind it as CSV, and a table in Markdown. What is what: docs/benchmark.md.
 """
@@ -15,6 +16,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Optional
 
 import matplotlib
 
@@ -42,6 +44,7 @@ HUMAN = {
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito, for all eyes
 LINES = ["-", "--", "-.", ":"]  # and for prints without colour
 NUM_RESAMPLES = 10_000
+KEPT = "curves.csv"  # of a run that --keep copied
 
 
 @dataclass
@@ -56,6 +59,8 @@ class Args:
     """share of the steps, in (0, 1], whose scores make up the final score of a run: the last ones"""
     maps_at: tuple[int, ...] = ()
     """instead of curves, maps over k and ū of the scores at these steps"""
+    keep: Optional[Path] = None
+    """also copy the runs into this folder, a few kilobytes each (run.json, the curves of --tags), where they can be plotted from"""
 
 
 def fail(message):
@@ -74,6 +79,13 @@ def note(message):
 def read_curves(folder):
     """All scalars that a run logged, {tag: array of (steps, values)}. What is damaged is named and skipped."""
     points = defaultdict(dict)
+    if (folder / KEPT).exists():
+        with open(folder / KEPT, newline="") as file:
+            try:
+                for tag, step, value in itertools.islice(csv.reader(file), 1, None):
+                    points[tag][float(step)] = [float(value)]
+            except ValueError:
+                note(f"skipped the end of {folder / KEPT}: it is damaged")
     for path in sorted(folder.glob("events.out.tfevents.*")):  # their names begin with the time
         size, size_read = path.stat().st_size, 0
         for record in RawEventFileLoader(str(path)).Load():
@@ -114,6 +126,16 @@ def read_runs(folders):
     if not runs:
         fail(f"there is no run with scores in {', '.join(map(str, folders))}.")
     return list(runs.values())
+
+
+def keep(run, tags, folder):
+    """A copy of the run that is small enough for a repository."""
+    folder = folder / run.folder.name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.json").write_text((run.folder / "run.json").read_text())
+    rows = [(tag, f"{step:.0f}", f"{value:.5g}") for tag in tags if tag in run.curves for step, value in run.curves[tag].T]
+    with open(folder / KEPT, "w", newline="") as file:
+        csv.writer(file).writerows([("tag", "step", "value"), *rows])
 
 
 def identity(args):
@@ -372,6 +394,9 @@ def main(args):
         if not folder.is_dir():
             fail(f"there is no folder {folder}.")
     runs = read_runs(args.folders)
+    if args.keep is not None:
+        for run in runs:
+            keep(run, dict.fromkeys((SCORE, *args.tags)), args.keep)
     methods = name_methods(runs)
     tasks = {
         env_id: [run for run in runs if run.args["env_id"] == env_id] for env_id in sorted({run.args["env_id"] for run in runs})

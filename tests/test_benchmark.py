@@ -501,6 +501,23 @@ def test_of_two_equal_runs_the_longer_counts(tmp_path, capsys):
     assert item.folder == long and f"skipped {short}" in capsys.readouterr().err
 
 
+def test_kept_runs_are_small_and_give_the_same_pictures(tmp_path, capsys):
+    for seed in (1, 2):
+        folder = write_run(tmp_path / "runs", [1.25, seed + 0.5, 8.0], seed=seed, eta=0.1)
+        with SummaryWriter(folder) as writer:
+            writer.add_scalar("losses/policy", 0.5, 1000)
+    plotted(tmp_path / "runs", tmp_path / "first", "--keep", str(tmp_path / "kept"))
+    plotted(tmp_path / "kept", tmp_path / "second")
+    for name in ("averaged_score.csv", "scores.csv", "table.md"):
+        assert (tmp_path / f"first_{name}").read_text() == (tmp_path / f"second_{name}").read_text()
+    files = sorted(path for path in (tmp_path / "kept").rglob("*") if path.is_file())
+    assert [path.name for path in files] == ["curves.csv", "run.json"] * 2
+    assert files[0].read_text().splitlines()[1:] == [f"charts/averaged_score,{n}000,{v}" for n, v in ((1, 1.25), (2, 1.5), (3, 8))]
+    files[0].write_text(files[0].read_text()[:-2] + "\nbroken")
+    assert len(plot.read_curves(files[0].parent)["charts/averaged_score"][0]) == 2
+    assert f"skipped the end of {files[0]}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "options, words", [(["nowhere"], "no folder"), (["."], "no run with scores"), ([".", "--final", "0"], "--final")]
 )
