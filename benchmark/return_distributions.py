@@ -411,7 +411,7 @@ class Args:
 
 
 def plan(args):
-    """The jobs, one whole seed after the other: an interrupted bench has complete tables."""
+    """The jobs, first those with the target that all critics have, each part seed by seed: an interrupted bench has its tables."""
     jobs = []
     for seed, process, critic in itertools.product(args.seeds, args.processes, args.critics):
         sweep = process == "gaussian" and critic == "qr" and seed in args.seeds[:2] and not args.quick
@@ -419,7 +419,7 @@ def plan(args):
             if target in args.targets:
                 values = (critic, process, target, gae_lambda, seed, args.epochs, args.steps)
                 jobs.append(dict(zip(KEYS, values, strict=True)))
-    return jobs
+    return sorted(jobs, key=lambda job: (job["target"], job["gae_lambda"]) != ("sr", 0.95))
 
 
 def load_jobs(path):
