@@ -709,7 +709,7 @@ def train(args):
     device = torch.device("cuda" if args.cuda else "cpu")
     # Atari: freed memory is kept, for the next minibatch needs it again; on a CPU a tenth faster
     if platform.libc_ver()[0] == "glibc":
-        for parameter, value in (-1, 2**31 - 1), (-3, 2**25):  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
+        for parameter, value in (-1, 2**31 - 1), (-4, 0):  # M_TRIM_THRESHOLD, M_MMAP_MAX
             ctypes.CDLL(None).mallopt(parameter, value)
 
     start = time.strftime("%Y%m%d-%H%M%S")  # with the process id, for runs that start in the same second
@@ -741,7 +741,7 @@ def train(args):
     resume_command = shlex.join(["python", sys.argv[0], "--resume", str(run_dir)])
 
     next_obs = agent.observe(
-        reset_envs(envs, args.seed + iterations_done), learn=args.resume is None
+        reset_envs(envs, args.seed + iterations_done * args.num_envs), learn=args.resume is None
     )  # new episodes, as at the start
     per_step = (args.num_steps, args.num_envs)  # the outcome of step t is stored at index t
     obs = torch.zeros(per_step + next_obs.shape[1:], dtype=next_obs.dtype, device=device)
@@ -926,7 +926,7 @@ def train(args):
     writer.close()
     minutes = (seconds_before + seconds) / 60
     print(f"{global_step:,} steps in {minutes:.1f} min; score over the last {len(recent_scores)} episodes: {score}; run: {run_dir}")
-    if STOP_SIGNALS:
+    if STOP_SIGNALS and iteration < num_iterations:
         print(f"stopped early; to go on: {resume_command}")
         raise SystemExit(128 + STOP_SIGNALS[0])
     return agent

@@ -3,13 +3,15 @@
 In the shuffled arm the gains of a training batch are permuted among its steps: their size, schedule and normalisation stay, but not
 where they are paid. If curiosity beats that, it is by what it points at, not by the noise it adds.
 
-    python benchmark/curiosity.py --workers 2 --write     # 2 tasks x 3 arms x 10 seeds; run it again to go on after an interruption
+    python benchmark/curiosity.py --workers 2     # 2 tasks x 3 arms x 10 seeds; run it again to go on after an interruption
 """
 
+import contextlib
 import csv
 import json
 import multiprocessing
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import bdpg_mujoco as bdpg
+from benchmark.common import fail, load_jobs, table
 
 ROOT = Path(__file__).resolve().parent.parent
 # A return above this means that the goal was reached.
@@ -61,9 +64,9 @@ class Args:
     workers: int = 1
     """runs at the same time, one thread each"""
     output: Path = Path("runs/curiosity")
-    """folder of the runs, of finished.jsonl (what is in it is not run again), and of table and figure"""
+    """folder of the runs, of finished.jsonl (what is in it is not run again), and of curiosity.md, .png and .csv"""
     write: bool = False
-    """write table and figure to benchmark/results/ instead"""
+    """write curiosity.md, .png and .csv to benchmark/results/ instead"""
 
 
 def shuffled(gains):
@@ -76,15 +79,22 @@ def run_job(job):
     if job["arm"] == "shuffled gain":
         gaussian_kl = bdpg.gaussian_kl
         bdpg.gaussian_kl = lambda *given: shuffled(gaussian_kl(*given))
-    eta = 0.0 if job["arm"] == "no curiosity" else job["eta"]
     folder = Path(job["folder"]) / job["arm"].replace(" ", "-")
-    sys.stdout = sys.stderr = open(folder.parent / "log.txt", "a")  # noqa: SIM115 (this process ends with the job)
-    bdpg.train(
-        bdpg.Args(env_id=job["env"], seed=job["seed"], eta=eta, total_timesteps=job["total_timesteps"], cuda=False, run_dir=folder)
-    )
-    (run_dir,) = folder.glob(f"{job['env']}__bdpg_mujoco__{job['seed']}__*")
+    folder.mkdir(exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=folder, prefix=f"{job['env']}-{job['seed']}-"))  # an interrupted run may have left one
+    with open(folder / "log.txt", "w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+        try:
+            bdpg.train(script_args(job, run_dir=folder))
+        except SystemExit as stop:  # a process that ends would never hand its result in
+            raise RuntimeError(f"a run gave up; {folder / 'log.txt'} says why.") from stop
+    (run_dir,) = folder.glob("*__bdpg_mujoco__*")
     log = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
     return job | {"episodes": [(event.step, event.value) for event in log.Scalars("charts/episodic_return")]}
+
+
+def script_args(job, **rest):
+    eta = 0.0 if job["arm"] == "no curiosity" else job["eta"]
+    return bdpg.Args(env_id=job["env"], seed=job["seed"], eta=eta, total_timesteps=job["total_timesteps"], cuda=False, **rest)
 
 
 def curve(job, grid):
@@ -109,7 +119,7 @@ def report(jobs, args):
     envs = [env for env in args.envs if any(job["env"] == env for job in jobs)]
     figure, axes = plt.subplots(1, len(envs), figsize=(4.2 * len(envs), 3.6), squeeze=False, layout="constrained")
     header = ["task", "arm", "seeds", "return, last 20 episodes", "seeds that reached the goal", "steps until then, median"]
-    rows, lines = [], ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    rows, lines = [], []
     for env, axis in zip(envs, axes[0], strict=True):
         for arm, colour in ARMS.items():
             runs = [job for job in jobs if job["env"] == env and job["arm"] == arm]
@@ -127,27 +137,30 @@ def report(jobs, args):
             first = [next((step for step, value in job["episodes"] if value > GOALS[env]), None) for job in runs]
             reached = [step for step in first if step is not None]
             median = f"{np.median(reached):,.0f}" if reached else ""
-            lines.append(f"| {env} | {arm} | {len(runs)} | {interval(curves[:, -1])} | {len(reached)} | {median} |")
+            lines.append([env, arm, len(runs), interval(curves[:, -1]), len(reached), median])
         axis.set(title=env, xlabel="environment steps", ylabel="return, last 20 episodes")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=len(ARMS), frameon=False)
     figure.savefig(folder / "curiosity.png", dpi=130)
     plt.close(figure)
     with open(folder / "curiosity.csv", "w", newline="") as file:
         csv.writer(file).writerows([["env", "arm", "seed", "step", "return"], *rows])
-    print("\n".join(lines))
+    (folder / "curiosity.md").write_text(table(header, lines))
+    print(f"{table(header, lines)}\nwrote {folder / 'curiosity.md'}, .png and .csv")
 
 
 def main(args):
     if args.workers < 1 or args.eta <= 0 or not args.seeds:
-        bdpg.fail("--workers must be at least 1, --eta above 0, and --seeds one number or more.")
+        fail("--workers must be at least 1, --eta above 0, and --seeds one number or more.")
     unknown = [env for env in args.envs if env not in GOALS]
     if unknown:
-        bdpg.fail(f"{unknown[0]} is none of this study's tasks, which are {' and '.join(GOALS)}.")
-    args.output.mkdir(parents=True, exist_ok=True)
-    path = args.output / "finished.jsonl"
-    finished = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        fail(f"{unknown[0]} is none of this study's tasks, which are {' and '.join(GOALS)}.")
     common = dict(eta=args.eta, total_timesteps=args.total_timesteps, folder=str(args.output))
     jobs = [dict(env=env, arm=arm, seed=seed, **common) for seed in args.seeds for env in args.envs for arm in ARMS]
+    for job in jobs:
+        bdpg.check_args(script_args(job))
+    args.output.mkdir(parents=True, exist_ok=True)
+    path = args.output / "finished.jsonl"
+    finished = load_jobs(path)
     done = [job for job in finished if {key: value for key, value in job.items() if key != "episodes"} in jobs]
     known = [{key: value for key, value in job.items() if key != "episodes"} for job in done]
     jobs = [job for job in jobs if job not in known]
@@ -161,4 +174,10 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    try:
+        main(tyro.cli(Args, description=__doc__))
+    except RuntimeError as error:
+        fail(error)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on with the runs that are left", file=sys.stderr)
+        raise SystemExit(130) from None

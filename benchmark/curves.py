@@ -18,6 +18,9 @@ import numpy as np
 import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmark.common import fail
+
 ROWS = {
     "charts/episodic_return": "score of 100 episodes",
     "return_model/explained_variance": "explained variance",
@@ -58,8 +61,7 @@ def main(args):
         else:
             print(f"skipped {folder}: it has no scores yet", file=sys.stderr)
     if not tasks:
-        print(f"error: there is no run with results in {args.runs}.", file=sys.stderr)
-        raise SystemExit(2)
+        fail(f"there is no run with results in {args.runs}.")
 
     figure, axes = plt.subplots(
         len(ROWS), len(tasks), figsize=(1 + 3.2 * len(tasks), 7), sharex="col", squeeze=False, layout="constrained"

@@ -9,6 +9,7 @@ Every picture comes as PNG and SVG with the numbers behind it as CSV, and a tabl
 """
 
 import csv
+import difflib
 import itertools
 import json
 import sys
@@ -26,6 +27,9 @@ import numpy as np
 import tyro
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmark.common import FREE, fail, table
 
 SCORE = "charts/averaged_score"
 METHODS = {"bdpg": "BDPG", "ppo_wgan": "PPO+WGAN", "ppo_qr": "PPO+QR", "ppo_scalar": "PPO, scalar critic"}
@@ -61,12 +65,6 @@ class Args:
     """instead of curves, maps over k and ū of the scores at these steps"""
     keep: Optional[Path] = None
     """also copy the runs into this folder, a few kilobytes each (run.json, the curves of --tags), where they can be plotted from"""
-
-
-def fail(message):
-    """One sentence on stderr and exit code 2: a user who is wrong never sees a traceback."""
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 def note(message):
@@ -120,12 +118,14 @@ def read_runs(folders):
         run = SimpleNamespace(folder=path.parent, script=script, args=args, curves=curves)
         run.end = max(curve[0, -1] for curve in curves.values())
         key = (script, json.dumps(identity(args) | {name: args[name] for name in ("env_id", "seed")}, sort_keys=True))
-        if key in runs:
-            note(f"skipped {min(run, runs[key], key=lambda run: run.end).folder}: the same run got further in another folder")
-        runs[key] = max(run, runs.get(key, run), key=lambda run: run.end)
+        runs.setdefault(key, []).append(run)
     if not runs:
         fail(f"there is no run with scores in {', '.join(map(str, folders))}.")
-    return list(runs.values())
+    for same in runs.values():
+        same.sort(key=lambda run: (run.end, len(run.curves)), reverse=True)
+        for run in same[1:]:
+            note(f"skipped {run.folder}: the same run is in {same[0].folder}, and got as far or further there")
+    return [same[0] for same in runs.values()]
 
 
 def keep(run, tags, folder):
@@ -134,14 +134,14 @@ def keep(run, tags, folder):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text((run.folder / "run.json").read_text())
     rows = [(tag, f"{step:.0f}", f"{value:.5g}") for tag in tags if tag in run.curves for step, value in run.curves[tag].T]
+    rows.append(("end", f"{run.end:.0f}", 0))  # which may be after the last averaged score
     with open(folder / KEPT, "w", newline="") as file:
         csv.writer(file).writerows([("tag", "step", "value"), *rows])
 
 
 def identity(args):
     """The arguments that make a method, without those that name a run or say where and what it logs."""
-    free = ("total_timesteps", "run_dir", "save_every", "resume", "cuda", "track", "wandb_project", "capture_video")
-    return {name: value for name, value in args.items() if name not in (*free, "env_id", "seed")}
+    return {name: value for name, value in args.items() if name not in (*FREE, "env_id", "seed")}
 
 
 def name_methods(runs):
@@ -151,20 +151,22 @@ def name_methods(runs):
         name = METHODS.get(run.script.rsplit("_", 1)[0], run.script)
         groups[name + (" naive" if run.args.get("eta") == 0 else ""), run.script].append(run)
     for (name, _), group in groups.items():
-        values = defaultdict(set)
-        for run in group:
-            for argument, value in identity(run.args).items():
-                values[argument].add(value)
-        varied = [argument for argument in values if len(values[argument]) > 1]
+        arguments = dict.fromkeys(argument for run in group for argument in identity(run.args))
+        varied = [argument for argument in arguments if len({run.args.get(argument) for run in group}) > 1]
         if "bootstrap_length" in varied and "num_steps" in varied:
             varied.remove("num_steps")  # it follows from k
         for run in group:
-            run.method = ", ".join([name, *(f"{argument} {run.args[argument]}" for argument in varied)])
+            run.method = ", ".join([name, *(f"{argument} {run.args.get(argument)}" for argument in varied)])
     order = {run.method: [not run.script.startswith(family) for family in METHODS] for run in runs}  # as METHODS, then the rest
     return sorted(order, key=lambda method: (order[method], method))
 
 
 # --- statistics ---
+
+
+def spread(values):
+    """Standard deviation over runs; of a single one, 0."""
+    return values.std(0, ddof=1) if len(values) > 1 else 0 * values[0]
 
 
 def iqm(scores):
@@ -268,7 +270,7 @@ def draw_curves(tasks, ends, methods, tag, path):
                 continue
             steps = np.linspace(max(curve[0, 0] for curve in curves), end, 200)
             values = np.array([np.interp(steps, *curve) for curve in curves])
-            mean, std = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else np.zeros(len(steps))
+            mean, std = values.mean(0), spread(values)
             colour = COLOURS[index % len(COLOURS)]
             axis.plot(steps / unit, mean, LINES[index % len(LINES)], color=colour, lw=2, label=method)
             axis.fill_between(steps / unit, mean - std, mean + std, color=colour, alpha=0.2, lw=0)
@@ -306,14 +308,13 @@ def draw_scores(scores, methods, path):
     boxes = {}
     for env_id, by_method in scores.items():
         boxes[short(env_id)] = {
-            method: (len(values), values.mean(), values.std(ddof=1) if len(values) > 1 else 0.0, *iqm_interval([values]))
-            for method, values in by_method.items()
+            method: (len(values), values.mean(), spread(values), *iqm_interval([values])) for method, values in by_method.items()
         }
     for method in methods:
         normalised = [normalise(env_id, by_method[method]) for env_id, by_method in scores.items() if method in by_method]
         if len(normalised) == len(scores) and all(values is not None for values in normalised):
             together = np.concatenate(normalised)
-            numbers = (len(together), together.mean(), together.std(), *iqm_interval(normalised))
+            numbers = (len(together), together.mean(), spread(together), *iqm_interval(normalised))
             boxes.setdefault("all games (human = 1)", {})[method] = numbers
     header = ("task", "method", "runs", "mean", "std", "IQM", "95 % from", "to")
     return draw_intervals(boxes, path, "final score: IQM and 95 % interval", header)
@@ -383,13 +384,14 @@ def markdown(header, rows):
     def text(cell):
         return str(cell) if not isinstance(cell, float) else f"{cell:,.0f}" if 1000 <= abs(cell) < np.inf else f"{cell:.3g}"
 
-    lines = [header, ["---"] * len(header), *([text(cell) for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return table(header, [[text(cell) for cell in row] for row in rows])
 
 
 def main(args):
     if not 0 < args.final <= 1:
         fail(f"--final must lie in (0, 1], not {args.final}.")
+    if not args.folders:
+        fail("give the folder of the runs.")
     for folder in args.folders:
         if not folder.is_dir():
             fail(f"there is no folder {folder}.")
@@ -397,6 +399,10 @@ def main(args):
     if args.keep is not None:
         for run in runs:
             keep(run, dict.fromkeys((SCORE, *args.tags)), args.keep)
+    for tag in args.tags:
+        known = sorted({known for run in runs for known in run.curves})
+        if tag not in known:
+            fail(f"no run has logged {tag}; did you mean {difflib.get_close_matches(tag, known, n=1, cutoff=0)[0]}?")
     methods = name_methods(runs)
     tasks = {
         env_id: [run for run in runs if run.args["env_id"] == env_id] for env_id in sorted({run.args["env_id"] for run in runs})
@@ -415,11 +421,11 @@ def main(args):
             draw_curves(tasks, ends, methods, tag, path(tag.split("/")[-1]))
         scores = {env_id: final_scores(tasks[env_id], ends[env_id], args.final, methods) for env_id in tasks}
         tables = [draw_scores(scores, methods, path("scores"))]
-        if len(methods) > 1:
+        if any(len(by_method) > 1 for by_method in scores.values()):
             tables.append(draw_improvement(scores, methods, path("improvement")))
-    table = path("table").with_suffix(".md")
-    table.write_text("\n\n".join(markdown(header, rows) for header, rows in tables) + "\n")
-    print(f"wrote {table}:\n\n{table.read_text()}")
+    text = "\n".join(markdown(header, rows) for header, rows in tables)
+    path("table").with_suffix(".md").write_text(text)
+    print(f"wrote {path('table')}.md:\n\n{text}")
 
 
 if __name__ == "__main__":

@@ -38,13 +38,14 @@ import bdpg_mujoco as bdpg
 import ppo_qr_atari as qr
 import ppo_wgan_mujoco as wgan
 from benchmark import ppo_scalar_mujoco as scalar
+from benchmark.common import fail, fill, load_jobs, table
 
 SCRIPTS = {"bdpg": bdpg, "wgan": wgan, "qr": qr, "scalar": scalar}
-# Of the code, without comments: finished jobs of an older script are told from those of the present one.
-VERSIONS = {
-    critic: hashlib.sha256(ast.dump(ast.parse(Path(script.__file__).read_text())).encode()).hexdigest()[:12]
-    for critic, script in SCRIPTS.items()
-}
+# Of the code, without comments: finished jobs of an older script are told from those of the present one. (PPO+QR's has a trunk,
+# an agent and arguments of the scalar critic's.)
+CODE = {critic: ast.dump(ast.parse(Path(script.__file__).read_text())) for critic, script in SCRIPTS.items()}
+CODE["qr"] += CODE["scalar"]
+VERSIONS = {critic: hashlib.sha256(code.encode()).hexdigest()[:12] for critic, code in CODE.items()}
 NAMES = {"bdpg": "BDPG", "wgan": "PPO+WGAN", "qr": "PPO+QR", "scalar": "scalar"}
 COLOURS = {"bdpg": "#0072B2", "wgan": "#D55E00", "qr": "#009E73", "scalar": "#000000"}  # safe for the colour-blind (Okabe and Ito)
 # The targets (name, λ) each critic is trained with. At λ = 0 and λ = 1 "sr" and "lambda" are the same target.
@@ -422,16 +423,8 @@ def plan(args):
     return sorted(jobs, key=lambda job: (job["target"], job["gae_lambda"]) != ("sr", 0.95))
 
 
-def load_jobs(path):
-    """Finished jobs; a line that an interruption cut short is taken out of the file."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    if lines and not lines[-1].endswith("\n"):
-        path.write_text("".join(lines[:-1]))
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
 def select(jobs, **wanted):
-    return [job for job in jobs if all(job[name] == value for name, value in wanted.items())]
+    return [job for job in jobs if all(job.get(name) == value for name, value in wanted.items())]
 
 
 def variants(jobs):
@@ -447,8 +440,7 @@ def over_states(jobs, measure, combine):
 
 def markdown(title, header, rows):
     cells = [["" if cell != cell else f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
-    lines = ["| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *cells]]
-    return "\n".join([title, "", *lines, "", ""])
+    return f"{title}\n\n{table(header, cells)}\n"
 
 
 def make_tables(jobs):
@@ -470,11 +462,11 @@ def make_tables(jobs):
         by_process.append([name, len(PROCESSES[name].mean), floor, *cells])
         some = select(jobs, process=name, critic="bdpg", target="sr", gae_lambda=0.95)
         inference += [[name, *(over_states(some, measure, np.mean) for measure in INFERENCE)]] if some else []
-    seeds = ", ".join(map(str, sorted({job["seed"] for job in jobs})))
+    seeds, epochs = ", ".join(map(str, sorted({job["seed"] for job in jobs}))), jobs[0]["epochs"]
     header = "critic, target λ|W1|worst|error of mean|worst|std, model / true|coverage of 80 %|worst error of modes|CPU seconds"
     return "\n".join(
         [
-            f"{len(jobs)} jobs of {jobs[0]['steps']:,} gradient steps, seeds {seeds}.\n",
+            f"{len(jobs)} jobs of {jobs[0]['steps']:,} gradient steps, passes over a rollout: {epochs}, seeds {seeds}.\n",
             markdown("Mean over processes, and the worst state of any process and seed:", header.split("|"), summary),
             markdown("W1 by process (and its worst state):", ["process", "states", "floor", *columns], by_process),
             markdown("Inference of BDPG with target sr:", ["process", *(name.replace("_", " ") for name in INFERENCE)], inference),
@@ -563,27 +555,36 @@ def report(jobs, args):
     measures = ("w1", "mean_error", "std_ratio", "coverage")
     rows = [[*(job[k] for k in KEYS), i, *(job[m][i] for m in measures)] for job in jobs for i in range(len(job["w1"]))]
     save(folder / "return_distributions", [*KEYS, "state", *measures], rows)
-    text = make_tables(jobs)
+    text = tables = make_tables(jobs)
     for plot, name, caption in (
         (plot_densities, "density", "The law of one state of each process, and the critics' models of it"),
         (plot_curves, "steps", "W1 against gradient steps"),
         (plot_shrinkage, "shrinkage", "Spread that is left of the gaussian process's return"),
     ):
+        if plot == plot_densities and {job["critic"] for job in jobs} == {"scalar"}:
+            continue  # it has none
         plot(jobs, folder / f"return_distributions_{name}")
         text += f"\n![{caption}](figures/return_distributions_{name}.png)\n"
         text += f"\n{caption} ([data](figures/return_distributions_{name}.csv)).\n"
+    page = DOCS / "return_distributions.md" if args.write else args.output / "tables.md"
     if args.write:
-        page, opening, closing = DOCS / "return_distributions.md", "<!-- results -->\n", "<!-- end -->\n"
-        before, rest = page.read_text().split(opening)
-        page.write_text(before + opening + text + closing + rest.split(closing)[1])
-    print(f"\n{text}")
+        fill(page, "results", text)
+    else:
+        page.write_text(text.replace("figures/", ""))
+    print(f"\n{tables}\nwrote {page}, figures and their data")
 
 
 def main(args):
     if args.quick:
         args = replace(args, seeds=args.seeds[:1], processes=("uniform", "gaussian", "fork"), targets=("sr",), steps=3200)
     if args.steps < 160 or args.workers < 1 or not args.seeds:
-        bdpg.fail("--steps must be at least 160, --workers at least 1, and --seeds one number or more.")
+        fail("--steps must be at least 160, --workers at least 1, and --seeds one number or more.")
+    if not plan(args):
+        fail(
+            "none of these critics is trained with these targets: --targets lambda is for bdpg, and for qr on the gaussian process."
+        )
+    if args.write and args.epochs != 1:
+        fail("docs/return_distributions.md is about --epochs 1; leave --write away.")
     args.output.mkdir(parents=True, exist_ok=True)
     path = args.output / "jobs.jsonl"
     finished = select(load_jobs(path), epochs=args.epochs, steps=args.steps)

@@ -32,8 +32,11 @@ from typing import Literal, NamedTuple, Optional
 import tyro
 from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are imported to check their arguments
+from benchmark.common import FREE, fail
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT))  # the scripts are imported to check their arguments
+
 SCRIPTS = [str(path.relative_to(ROOT)) for folder in (ROOT, ROOT / "benchmark") for path in folder.glob("*_*.py")]
 SCRIPTS = sorted(script for script in SCRIPTS if script.endswith(("_atari.py", "_mujoco.py")))
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -111,12 +114,6 @@ class Args:
     """Slurm: cores per job"""
     gpus: int = 0
     """Slurm: GPUs per job"""
-
-
-def fail(message):
-    """One sentence on stderr and exit code 2: a user who is wrong never sees a traceback."""
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 def check_name(name, known, kind):
@@ -207,13 +204,12 @@ def parse_setting(script, module, name, value):
 
 def check_folder(folder, wanted):
     """A folder is for one run; refuses if it holds one that was made with other arguments."""
-    free = ("total_timesteps", "run_dir", "save_every", "resume", "cuda", "track", "wandb_project", "capture_video")
     for path in folder.glob("*/run.json"):
         try:
             made = json.loads(path.read_text())["args"]
         except (ValueError, KeyError):
             fail(f"{path} is damaged; move its folder away or choose another --run-dir.")
-        changed = [f"{name} was {made.get(name)}" for name in wanted if name not in free and made.get(name) != wanted[name]]
+        changed = [f"{name} was {made.get(name)}" for name in wanted if name not in FREE and made.get(name) != wanted[name]]
         if changed:
             fail(f"{path.parent} is a run with other arguments ({', '.join(changed)}); choose another --run-dir.")
 

@@ -32,6 +32,9 @@ import tyro
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmark.common import fail, fill, table
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {
     "mujoco": {"BDPG": "bdpg_mujoco", "PPO+WGAN": "ppo_wgan_mujoco", "scalar critic": "benchmark/ppo_scalar_mujoco"},
@@ -193,7 +196,15 @@ def finish(seconds, steps, phases, flops):
 
 def in_own_process(function, *given):
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, given)
+        return pool.apply(attempt, (function, *given))
+
+
+def attempt(function, *given):
+    """A script that gives up ends its process, and who waits for the result of a dead process waits for ever."""
+    try:
+        return function(*given)
+    except SystemExit as stop:
+        raise RuntimeError(f"{function.__name__} gave up") from stop
 
 
 def compare(args, contenders):
@@ -237,10 +248,6 @@ def ratio(results, of, to):
     return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
 
 
-def table(header, rows):
-    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [header, ["---"] * len(header), *rows]) + "\n"
-
-
 def make_report(args, record):
     results, rate = record["results"], statistics.median(record["gflops_of_matmul"])
     rows = []
@@ -256,16 +263,10 @@ def make_report(args, record):
         efficiency = f"{gflops:.0f} ({100 * gflops / rate:.0f} %)" if flops else ""
         speed = f"{median(runs, 'steps_per_second'):,.0f}"
         rows.append([label, speed, rollout, update, *against, efficiency, f"{median(runs, 'megabytes'):.0f}"])
-    header = [
-        "",
-        "steps/s",
-        "rollout, ms",
-        "update, ms",
-        "speed / SB3",
-        "speed / scalar critic",
-        "GFLOP/s of the update",
-        "peak memory, MB",
-    ]
+    header = ["", "steps/s", "rollout, ms", "update, ms", "speed / SB3", "speed / scalar critic"]
+    header += ["GFLOP/s of the update", "peak memory, MB"]
+    columns = [i for i in range(len(header)) if i == 0 or any(row[i] for row in rows)]  # without empty ones
+    header, *rows = ([row[i] for i in columns] for row in [header, *rows])
     text = f"{ENV_IDS[args.task]}, {args.repeats} rounds; medians, and the range of ratios within a round. "
     text += f"Matrix multiplication: {rate:.0f} GFLOP/s.\n\n" + table(header, rows)
     for argument, speeds in record["sweeps"].items():
@@ -295,8 +296,7 @@ def plot_phases(task, results, path):
 
 def main(args):
     if args.repeats < 1 or args.iterations < 1:
-        print("error: --repeats and --iterations must be at least 1.", file=sys.stderr)
-        raise SystemExit(2)
+        fail("--repeats and --iterations must be at least 1.")
     contenders = {label: (run_script, name) for label, name in SCRIPTS[args.task].items()}
     contenders["environments alone"] = (run_environment, SCRIPTS[args.task]["BDPG"])
     if importlib.util.find_spec("stable_baselines3") and (args.task == "mujoco" or importlib.util.find_spec("cv2")):
@@ -305,8 +305,7 @@ def main(args):
         print("Stable-Baselines3 is left out; install it with: pip install stable-baselines3==2.9.2 opencv-python-headless")
     unknown = [label for label in args.only if label not in contenders]
     if unknown:
-        print(f"error: there is no {unknown[0]!r} to measure; there are: {', '.join(contenders)}.", file=sys.stderr)
-        raise SystemExit(2)
+        fail(f"there is no {unknown[0]!r} to measure; there are: {', '.join(contenders)}.")
     contenders = {label: contenders[label] for label in args.only or contenders}
     results, rates = compare(args, contenders)
     record = {
@@ -325,9 +324,8 @@ def main(args):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"speed_{args.task}.json").write_text(json.dumps(record, indent=1) + "\n")
         plot_phases(args.task, results, ROOT / "docs" / "figures" / f"speed_{args.task}.png")
-        page, opening, closing = ROOT / "docs" / "speed.md", f"<!-- {args.task} -->\n", f"<!-- end of {args.task} -->\n"
-        before, rest = page.read_text().split(opening)
-        page.write_text(before + opening + text + closing + rest.split(closing)[1])
+        text += f"\n![Where the time goes, {args.task}](figures/speed_{args.task}.png)\n"
+        fill(ROOT / "docs" / "speed.md", args.task, text)
 
 
 if __name__ == "__main__":

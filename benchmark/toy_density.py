@@ -18,6 +18,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmark import return_distributions as bench
+from benchmark.common import fail
 
 NUM_STATES, STEPS, STEPS_PER_ROLLOUT = 24, 6000, 160  # b(s) and w stay as they are between two rollouts
 
@@ -91,8 +92,7 @@ def main():
         print(__doc__)
         return
     if len(sys.argv) < 2 or sys.argv[1] not in critics:
-        print(f"error: say first whose return model, one of {', '.join(critics)}; then arguments of its script.", file=sys.stderr)
-        raise SystemExit(2)
+        fail(f"say first whose return model, one of {', '.join(critics)}; then arguments of its script.")
     critic = sys.argv[1]
     default = bench.default_args(critic)
     args = tyro.cli(type(default), default=default, args=sys.argv[2:], prog=f"{Path(__file__).name} {critic}", description=__doc__)

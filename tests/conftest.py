@@ -191,7 +191,11 @@ def spy(monkeypatch, owner, name):
 
 def read_scalars(run_dir):
     """Every scalar that the only run below run_dir logged: {tag: [(step, value), ...]}."""
-    (events,) = run_dir.rglob("events.out.tfevents.*")
-    log = EventAccumulator(str(events.parent), size_guidance={"scalars": 0})
+    (folder,) = {path.parent for path in run_dir.rglob("events.out.tfevents.*")}
+    log = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     log.Reload()
     return {tag: [(event.step, event.value) for event in log.Scalars(tag)] for tag in log.Tags()["scalars"]}
+
+
+def newest(folder):
+    return max(folder.glob("checkpoint-*.pt"))

@@ -468,6 +468,19 @@ def test_methods_are_named_by_what_differs(tmp_path):
     assert plot.name_methods(plot.read_runs([tmp_path])) == ["BDPG naive", "BDPG, u_bar 10.0", "BDPG, u_bar 100.0", "PPO+WGAN"]
 
 
+def test_runs_of_scripts_with_other_arguments_are_told_apart(tmp_path):
+    for seed, args in enumerate(({"law_coef": 4.0}, {"law_coef": 0.0}, {}), start=1):
+        write_run(tmp_path, [1.0], seed=seed, eta=0.1, **args)
+    assert plot.name_methods(plot.read_runs([tmp_path])) == ["BDPG, law_coef 0.0", "BDPG, law_coef 4.0", "BDPG, law_coef None"]
+
+
+def test_methods_without_a_common_task_are_not_compared(tmp_path):
+    write_run(tmp_path, [1.0], env_id="FreewayNoFrameskip-v4", eta=0.1)
+    write_run(tmp_path, [1.0], script="ppo_qr_atari.py")
+    plotted(tmp_path, tmp_path / "figure")
+    assert not (tmp_path / "figure_improvement.png").exists()
+
+
 def test_broken_logs_are_named_and_skipped(tmp_path, capsys):
     whole, cut, empty, damaged = (write_run(tmp_path, [1.0, 2.0, 3.0], seed=seed, eta=0.1) for seed in range(4))
     (events,) = cut.glob("events*")
@@ -499,27 +512,39 @@ def test_of_two_equal_runs_the_longer_counts(tmp_path, capsys):
     short, long = write_run(tmp_path / "a", [1.0], eta=0.1), write_run(tmp_path / "b", [1.0, 2.0], eta=0.1)
     (item,) = plot.read_runs([tmp_path])
     assert item.folder == long and f"skipped {short}" in capsys.readouterr().err
+    copy = write_run(tmp_path / "c", [1.0, 2.0], eta=0.1)
+    (item,) = plot.read_runs([tmp_path])
+    assert item.folder == long and f"skipped {copy}: the same run is in {long}" in capsys.readouterr().err
 
 
 def test_kept_runs_are_small_and_give_the_same_pictures(tmp_path, capsys):
     for seed in (1, 2):
         folder = write_run(tmp_path / "runs", [1.25, seed + 0.5, 8.0], seed=seed, eta=0.1)
         with SummaryWriter(folder) as writer:
-            writer.add_scalar("losses/policy", 0.5, 1000)
+            writer.add_scalar("losses/policy", 0.5, 3700)  # a run may go on after its last averaged score
     plotted(tmp_path / "runs", tmp_path / "first", "--keep", str(tmp_path / "kept"))
     plotted(tmp_path / "kept", tmp_path / "second")
     for name in ("averaged_score.csv", "scores.csv", "table.md"):
         assert (tmp_path / f"first_{name}").read_text() == (tmp_path / f"second_{name}").read_text()
     files = sorted(path for path in (tmp_path / "kept").rglob("*") if path.is_file())
     assert [path.name for path in files] == ["curves.csv", "run.json"] * 2
-    assert files[0].read_text().splitlines()[1:] == [f"charts/averaged_score,{n}000,{v}" for n, v in ((1, 1.25), (2, 1.5), (3, 8))]
-    files[0].write_text(files[0].read_text()[:-2] + "\nbroken")
+    assert files[0].read_text().splitlines()[1:] == [
+        "charts/averaged_score,1000,1.25",
+        "charts/averaged_score,2000,1.5",
+        "charts/averaged_score,3000,8",
+        "end,3700,0",
+    ]
+    files[0].write_text("".join(files[0].read_text().splitlines(keepends=True)[:3]) + "broken")
     assert len(plot.read_curves(files[0].parent)["charts/averaged_score"][0]) == 2
     assert f"skipped the end of {files[0]}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        plotted(tmp_path / "runs", tmp_path / "third", "--tags", "losses/polcy")
+    assert "no run has logged losses/polcy; did you mean losses/policy?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "options, words", [(["nowhere"], "no folder"), (["."], "no run with scores"), ([".", "--final", "0"], "--final")]
+    "options, words",
+    [(["nowhere"], "no folder"), (["."], "no run with scores"), ([".", "--final", "0"], "--final"), ([], "give the folder")],
 )
 def test_bad_input_of_the_plotter_is_refused(options, words, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -14,9 +14,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import MUJOCO, SCRIPTS, change_games, is_atari, is_bdpg, short_args, spy
+from conftest import MUJOCO, SCRIPTS, change_games, is_atari, is_bdpg, newest, read_scalars, short_args, spy
 from gymnasium.envs.classic_control import PendulumEnv
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = dict(env_id="Pendulum-v1", num_envs=2, num_steps=32, minibatch_size=16, update_epochs=1, seed=3)
@@ -51,20 +50,10 @@ def load(path):
     return torch.load(path, weights_only=True)
 
 
-def newest(folder):
-    return max(folder.glob("checkpoint-*.pt"))
-
-
 def resume(script, monkeypatch, path, *options):
     """What `python SCRIPT --resume PATH ...` does."""
     monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", "--resume", str(path), *map(str, options)])
     return script.train(script.parse_args())
-
-
-def scalars(folder):
-    log = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    log.Reload()
-    return {tag: [(event.step, event.value) for event in log.Scalars(tag)] for tag in log.Tags()["scalars"]}
 
 
 def assert_same(a, b):
@@ -142,7 +131,7 @@ def test_resumed_run_equals_the_straight_one(script, monkeypatch, tmp_path, lazy
     a, b = load(newest(straight)), load(newest(resumed))
     for key in ("agent", "optimizers", "recent_scores", "interval_scores", "iteration", "global_step", "rng"):
         assert_same(a[key], b[key])
-    log_a, log_b = scalars(straight), scalars(resumed)
+    log_a, log_b = read_scalars(straight), read_scalars(resumed)
     assert log_a.keys() == log_b.keys() and {"charts/learning_rate", "charts/averaged_score"} <= log_a.keys()
     assert ("curiosity/eta_t" in log_a) == is_bdpg(script)
     for tag in log_a.keys() - {"charts/steps_per_second"}:
@@ -153,11 +142,11 @@ def test_resumed_run_equals_the_straight_one(script, monkeypatch, tmp_path, lazy
 def test_annealing_statistics_and_counters_go_on(script, monkeypatch, tmp_path):
     script.train(tiny_args(script, tmp_path, 6, save_every=3))
     folder = run_folder(tmp_path)
-    before = scalars(folder)
+    before = read_scalars(folder)
     newest(folder).unlink()  # as if the run had died after the checkpoint of iteration 3 and before that of iteration 6
     at_3 = load(newest(folder))
     resume(script, monkeypatch, folder)
-    after, checkpoint = scalars(folder), load(newest(folder))
+    after, checkpoint = read_scalars(folder), load(newest(folder))
     assert checkpoint["iteration"] == 6 and checkpoint["global_step"] == 6 * BATCH
     assert after[PER_ITERATION] == before[PER_ITERATION]
     assert [value for _, value in after[PER_ITERATION]] == pytest.approx([3e-4 * (1 - i / 6) for i in range(6)])
@@ -176,7 +165,7 @@ def test_curves_neither_jump_nor_overlap(script, monkeypatch, tmp_path):
     newest(folder).unlink()
     resume(script, monkeypatch, folder, "--total-timesteps", 8 * BATCH)
     assert run_folder(tmp_path) == folder  # no second folder
-    log = scalars(folder)
+    log = read_scalars(folder)
     assert {step for step, _ in log[PER_ITERATION]} == {i * BATCH for i in range(1, 9)}
     for tag, events in log.items():
         steps = [step for step, _ in events]
@@ -194,8 +183,26 @@ def test_total_timesteps_may_grow(script, monkeypatch, tmp_path):
     resume(script, monkeypatch, folder, "--total-timesteps", 4 * BATCH)
     checkpoint = load(newest(folder))
     assert checkpoint["iteration"] == 4 and checkpoint["args"]["total_timesteps"] == 4 * BATCH
-    rates = [value for _, value in scalars(folder)[PER_ITERATION]]
+    rates = [value for _, value in read_scalars(folder)[PER_ITERATION]]
     assert rates == pytest.approx([3e-4, 1.5e-4, 1.5e-4, 0.75e-4])  # the second half anneals over the new length
+
+
+@on_mujoco
+def test_environments_of_a_resumed_run_have_new_seeds(script, monkeypatch, tmp_path):
+    resets = spy(monkeypatch, script, "reset_envs")
+    script.train(tiny_args(script, tmp_path, 1))
+    resume(script, monkeypatch, run_folder(tmp_path), "--total-timesteps", 2 * BATCH)
+    first, second = (set(range(seed, seed + TINY["num_envs"])) for (_, seed), _ in resets)  # environment i gets seed + i
+    assert first == {3, 4} and not first & second
+
+
+def test_a_stop_in_the_last_iteration_is_no_early_stop(mujoco, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(mujoco, "STOP_SIGNALS", [signal.SIGINT])
+    with pytest.raises(SystemExit):
+        mujoco.train(tiny_args(mujoco, tmp_path / "two", 2))
+    assert "stopped early" in capsys.readouterr().out
+    mujoco.train(tiny_args(mujoco, tmp_path / "one", 1))
+    assert "stopped early" not in capsys.readouterr().out
 
 
 def refusal(name, monkeypatch, capsys, path, *options):

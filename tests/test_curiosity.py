@@ -53,12 +53,29 @@ def test_in_miniature_and_again(tmp_path, capsys):
     curiosity.main(args)
     assert "0 runs to do, 3 done before" in capsys.readouterr().out
 
+    # An interruption leaves the folder of a run, and half a line.
+    lines = (tmp_path / "finished.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "finished.jsonl").write_text("".join(lines[:2]) + lines[2][:50])
+    curiosity.main(args)
+    assert "1 runs to do, 2 done before" in capsys.readouterr().out
+    again = [json.loads(line) for line in (tmp_path / "finished.jsonl").read_text().splitlines()]
+    assert again == [*finished[:2], finished[2]]  # the same run again, bit for bit
+
+
+def test_a_run_that_gives_up_does_not_hang_the_study(tmp_path, monkeypatch):
+    monkeypatch.setattr(curiosity.bdpg, "check_args", lambda args: None)
+    with pytest.raises(RuntimeError, match=r"gave up; .*log\.txt says why"):
+        curiosity.main(curiosity.Args(envs=("SparsePendulum-v0",), seeds=(1,), total_timesteps=100, output=tmp_path))
+    (log,) = tmp_path.glob("*/*/log.txt")
+    assert "--total-timesteps 100 is less than the batch" in log.read_text()
+
 
 @pytest.mark.parametrize(
     "wrong, message",
     [
         (dict(workers=0), "--workers must be at least 1"),
         (dict(eta=0.0), "--eta above 0"),
+        (dict(total_timesteps=100), "--total-timesteps 100 is less than the batch"),
         (
             dict(envs=("Hopper-v5",)),
             "Hopper-v5 is none of this study's tasks, which are MountainCarContinuous-v0 and SparsePendulum-v0.",

@@ -11,7 +11,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import ATARI, BDPG, MUJOCO, SCRIPTS, change_games, n_step_target, rollout, short_args, spy
+from conftest import ATARI, BDPG, MUJOCO, SCRIPTS, change_games, n_step_target, newest, rollout, short_args, spy
 
 import evaluate
 
@@ -25,10 +25,6 @@ def hopper(trained):
 
 def run(path, **options):
     return evaluate.evaluate(evaluate.Args(path=path, **options))
-
-
-def newest(folder):
-    return max(folder.glob("checkpoint-*.pt"))
 
 
 # --- playing ---

@@ -10,6 +10,7 @@ import torch
 from conftest import spy
 
 from benchmark import return_distributions as bench
+from benchmark.common import load_jobs
 
 PROCESSES = list(bench.PROCESSES)
 
@@ -199,12 +200,22 @@ def test_a_bench_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys)
         file.write('{"critic": "qr", "process": "uni')  # killed while it wrote
     bench.main(dataclasses.replace(args, seeds=(1, 2)))
     assert [(job["critic"], job["seed"]) for (job,), _ in done[2:]] == [("qr", 2), ("scalar", 2)]
-    assert len(bench.load_jobs(path)) == 4
+    assert len(load_jobs(path)) == 4
     with open(tmp_path / "return_distributions.csv") as file:
         rows = list(csv.DictReader(file))
     assert [float(row["w1"]) for row in rows] == pytest.approx([result["w1"][0] for _, result in done], rel=1e-4)
     assert all((tmp_path / f"return_distributions_{name}.png").exists() for name in ("density", "steps", "shrinkage"))
     assert "| uniform | 1 | 0.0" in capsys.readouterr().out
+    for target in re.findall(r"\]\(([^)]+)\)", (tmp_path / "tables.md").read_text()):
+        assert (tmp_path / target).exists()
+
+
+def test_a_scalar_critic_alone_is_reported_without_densities(tmp_path, capsys):
+    bench.main(
+        bench.Args(critics=("scalar",), processes=("uniform",), targets=("sr",), seeds=(1,), epochs=10, steps=160, output=tmp_path)
+    )
+    assert "passes over a rollout: 10" in capsys.readouterr().out
+    assert not (tmp_path / "return_distributions_density.png").exists()
 
 
 def test_results_go_into_the_page_and_nothing_else_changes(tmp_path, monkeypatch, capsys):
@@ -231,7 +242,16 @@ def test_every_job_is_planned_once():
             assert {job["seed"] for job in bench.select(jobs, critic=critic, process=process, target="sr")} == {1, 2, 3, 4, 5}
 
 
-@pytest.mark.parametrize("wrong", [{"steps": 100}, {"workers": 0}, {"seeds": ()}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"steps": 100},
+        {"workers": 0},
+        {"seeds": ()},
+        {"critics": ("qr",), "processes": ("fork",), "targets": ("lambda",)},
+        {"epochs": 10, "write": True},
+    ],
+)
 def test_wrong_arguments_are_refused_in_a_sentence(tmp_path, capsys, wrong):
     with pytest.raises(SystemExit) as stop:
         bench.main(bench.Args(output=tmp_path / "new", **wrong))

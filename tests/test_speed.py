@@ -122,13 +122,13 @@ def test_everything_is_measured_in_turns_and_written(tmp_path, monkeypatch, caps
     monkeypatch.setattr(speed, "ROOT", tmp_path)
     monkeypatch.setattr(speed.importlib.util, "find_spec", lambda name: None)
     (tmp_path / "docs" / "figures").mkdir(parents=True)
-    (tmp_path / "docs" / "speed.md").write_text("before\n<!-- mujoco -->\nold\n<!-- end of mujoco -->\nafter\n")
+    (tmp_path / "docs" / "speed.md").write_text("before\n<!-- mujoco -->\nold\n<!-- end -->\nafter\n")
     speed.main(speed.Args(repeats=2, write=True))
     a_round = ["run_matmul", *["run_script"] * 3, "run_environment"]
     sweeps = [f"run_script {{'{argument}': {value}}}" for argument, values in speed.SWEEPS.items() for value in values]
     assert order == a_round * 2 + sweeps
     page = (tmp_path / "docs" / "speed.md").read_text()
-    assert page.startswith("before\n<!-- mujoco -->\n") and page.endswith("<!-- end of mujoco -->\nafter\n") and "old" not in page
+    assert page.startswith("before\n<!-- mujoco -->\n") and page.endswith("<!-- end -->\nafter\n") and "old" not in page
     record = json.loads((tmp_path / "benchmark" / "results" / "speed_mujoco.json").read_text())
     assert math.isclose(record["results"]["BDPG"][0]["steps_per_second"], 102)
     assert (tmp_path / "docs" / "figures" / "speed_mujoco.png").stat().st_size > 5000
