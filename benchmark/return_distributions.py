@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import json
 import multiprocessing
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -41,11 +42,6 @@ from benchmark import ppo_scalar_mujoco as scalar
 from benchmark.common import fail, fill, load_jobs, table
 
 SCRIPTS = {"bdpg": bdpg, "wgan": wgan, "qr": qr, "scalar": scalar}
-# Of the code, without comments: finished jobs of an older script are told from those of the present one. (PPO+QR's has a trunk,
-# an agent and arguments of the scalar critic's.)
-CODE = {critic: ast.dump(ast.parse(Path(script.__file__).read_text())) for critic, script in SCRIPTS.items()}
-CODE["qr"] += CODE["scalar"]
-VERSIONS = {critic: hashlib.sha256(code.encode()).hexdigest()[:12] for critic, code in CODE.items()}
 NAMES = {"bdpg": "BDPG", "wgan": "PPO+WGAN", "qr": "PPO+QR", "scalar": "scalar"}
 COLOURS = {"bdpg": "#0072B2", "wgan": "#D55E00", "qr": "#009E73", "scalar": "#000000"}  # safe for the colour-blind (Okabe and Ito)
 # The targets (name, λ) each critic is trained with. At λ = 0 and λ = 1 "sr" and "lambda" are the same target.
@@ -252,6 +248,17 @@ UPDATES = {
 }
 
 
+def version(critic):
+    """Of the code that a job takes from the scripts, comments aside, to tell finished jobs of an older one. PPO+QR's trunk, agent
+    and arguments are the scalar critic's; environments, folders and training loops play no part here."""
+    code = hashlib.sha256()
+    for script in [SCRIPTS[critic]] + [scalar] * (critic == "qr"):
+        for section in re.split("^(?=# --- )", Path(script.__file__).read_text(), flags=re.MULTILINE):
+            if not section.startswith(("# --- environments", "# --- the run's folder", "# --- training")):
+                code.update(ast.dump(ast.parse(section)).encode())
+    return code.hexdigest()[:12]
+
+
 def default_args(critic):
     """The script's own; PPO+QR, an Atari script, gets those of MuJoCo."""
     return qr.Args(**vars(scalar.Args(cuda=False))) if critic == "qr" else SCRIPTS[critic].Args(cuda=False)
@@ -376,7 +383,7 @@ def run_job(job):
     critic, process = job["critic"], PROCESSES[job["process"]]
     start = time.process_time()
     agent, curve = train(critic, process, *(job[key] for key in KEYS[2:]))
-    results = {"seconds": time.process_time() - start, "version": VERSIONS[critic], "curve": curve}
+    results = {"seconds": time.process_time() - start, "version": version(critic), "curve": curve}
     results |= measure(sample_returns(agent, process), process)
     if critic == "bdpg":
         with torch.no_grad():
@@ -588,7 +595,8 @@ def main(args):
     args.output.mkdir(parents=True, exist_ok=True)
     path = args.output / "jobs.jsonl"
     finished = select(load_jobs(path), epochs=args.epochs, steps=args.steps)
-    old = sum(job["version"] != VERSIONS[job["critic"]] for job in finished)
+    versions = {critic: version(critic) for critic in SCRIPTS}
+    old = sum(job["version"] != versions[job["critic"]] for job in finished)
     if old:
         print(f"note: {old} of the jobs in {path} were done by another version of their script", file=sys.stderr)
     jobs = [job for job in plan(args) if not select(finished, **job)]

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -232,6 +233,22 @@ def test_results_go_into_the_page_and_nothing_else_changes(tmp_path, monkeypatch
         assert text.startswith("before\n<!-- results -->\n1 jobs") and text.endswith("<!-- end -->\nafter\n") and "old" not in text
     for target in re.findall(r"\]\(([^)]+)\)", text):
         assert (tmp_path / target).exists()
+
+
+def test_version_is_that_of_the_code_a_job_uses(tmp_path, monkeypatch):
+    source = Path(bench.qr.__file__).read_text()
+
+    def version(*change):
+        assert not change or source.count(change[0]) == 1
+        (tmp_path / "qr.py").write_text(source.replace(*change) if change else source)
+        monkeypatch.setattr(bench.qr, "__file__", str(tmp_path / "qr.py"))
+        return bench.version("qr")
+
+    plain = version()
+    assert version("# --- losses ---", "# --- losses ---\n# a comment") == plain
+    assert version('unit=" steps"', 'unit=" frames"') == plain  # of the training loop
+    assert version("def quantile_loss(", "print()\n\n\ndef quantile_loss(") != plain
+    assert version("num_return_samples: int = 8", "num_return_samples: int = 9") != plain
 
 
 def test_every_job_is_planned_once():
