@@ -487,7 +487,9 @@ def save(path, header, rows, figure=None, handles=None):
         cells = [[f"{value:.5g}" if isinstance(value, float) else value for value in row] for row in rows]
         csv.writer(file).writerows([header, *cells])
     if figure:
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False)
+        figure.legend(
+            handles.values(), handles.keys(), loc="outside lower center", ncols=int(figure.get_figwidth() // 1.9), frameon=False
+        )
         figure.savefig(path.with_suffix(".png"), dpi=130)
         plt.close(figure)
 
@@ -530,7 +532,8 @@ def plot_curves(jobs, path):
             axis.fill_between(steps, w1.min(0), w1.max(0), color=colour, alpha=0.2, lw=0)
             rows += [[name, label, *values] for values in np.stack([steps, w1.mean(0), w1.min(0), w1.max(0)], 1).tolist()]
         axis.set(title=name, xscale="log", yscale="log", ylim=(0.01, 3))
-    figure.supxlabel("gradient steps", fontsize="medium")
+    for axis in axes[-1]:
+        axis.set_xlabel("gradient steps")
     figure.supylabel("W1 in std of the law; mean and range of seeds", fontsize="medium")
     save(path, ["process", "critic", "step", "w1", "least", "most"], rows, figure, handles)
 
