@@ -306,6 +306,7 @@ class DiagonalGaussian:
     def __init__(self, mean, log_std):
         self.mode, self.log_std = mean, log_std
 
+    @torch.no_grad()
     def sample(self):
         return self.mode + self.log_std.exp() * torch.randn_like(self.mode)
 

@@ -88,7 +88,7 @@ def test_learner_state_is_identical_at_the_resume_point(script, monkeypatch, tmp
 
     def first_reset(envs, seed):
         assert_same(torch.get_rng_state(), saved["rng"])
-        assert seed == 3 + 2  # not the episodes of the beginning once more
+        assert seed == 3 + 2 * envs.num_envs  # not the episodes of the beginning once more
         raise Reached
 
     monkeypatch.setattr(script, "reset_envs", first_reset)
