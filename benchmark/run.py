@@ -36,7 +36,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts a
 from benchmark.common import FREE, fail
 
 ROOT = Path(__file__).resolve().parent.parent
-
 SCRIPTS = [str(path.relative_to(ROOT)) for folder in (ROOT, ROOT / "benchmark") for path in folder.glob("*_*.py")]
 SCRIPTS = sorted(script for script in SCRIPTS if script.endswith(("_atari.py", "_mujoco.py")))
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
