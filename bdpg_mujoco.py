@@ -11,10 +11,13 @@ paid to the policy as a curiosity reward. Paper: Li & Faisal, "Bayesian Distribu
     tensorboard --logdir runs
 """
 
+import atexit  # MuJoCo: to end the processes
+import ctypes
 import difflib
 import importlib.util
 import json
 import math
+import multiprocessing  # MuJoCo: that step environments
 import os
 import platform
 import re
@@ -179,12 +182,70 @@ class VectorEnv(gym.vector.SyncVectorEnv):
 
 
 # MuJoCo:
-def make_envs(args, video_dir):
-    if re.match(r"ALE/|.*NoFrameskip-v", args.env_id):
-        fail(f"{args.env_id} is an Atari game, and this script is for continuous control: use bdpg_atari.py.")
-    if args.capture_video and sys.platform == "linux" and "DISPLAY" not in os.environ:
-        os.environ.setdefault("MUJOCO_GL", "egl")
+NUM_PROCESSES = torch.get_num_threads()  # that step environments: OMP_NUM_THREADS, or as many as there are cores
 
+
+# MuJoCo:
+class ParallelEnvs:
+    """A row of environments for each process, the first for this one; to be used like gymnasium's vector environments."""
+
+    def __init__(self, args):
+        self.num_envs = args.num_envs
+        self.rows = np.array_split(range(args.num_envs), min(args.num_envs, NUM_PROCESSES))
+        self.row, self.pipes, self.processes = make_row(args, self.rows[0]), [], []
+        self.envs = self.row.envs
+        self.single_observation_space, self.single_action_space = self.row.single_observation_space, self.row.single_action_space
+        for indices in self.rows[1:]:
+            pipe, other_end = multiprocessing.Pipe()
+            process = multiprocessing.Process(target=serve_row, args=(other_end, pipe, args, indices))
+            process.start()
+            other_end.close()
+            self.pipes.append(pipe)
+            self.processes.append(process)
+        atexit.register(self.close)
+
+    def call(self, name, arguments):
+        """The results of row.name(**arguments) for each row and its arguments; all rows are at work at the same time."""
+        for pipe, given in zip(self.pipes, arguments[1:], strict=True):
+            pipe.send((name, given))
+        return [getattr(self.row, name)(**arguments[0]), *(pipe.recv() for pipe in self.pipes)]
+
+    def reset(self, seed):
+        results = self.call("reset", [{"seed": seed + int(indices[0])} for indices in self.rows])
+        return np.concatenate([obs for obs, _ in results]), {}
+
+    def step(self, actions):
+        results = self.call("step", [{"actions": actions[indices]} for indices in self.rows])
+        *outcome, infos = zip(*results, strict=True)
+        final_obs = [info.get("final_obs", [None] * len(indices)) for info, indices in zip(infos, self.rows, strict=True)]
+        return *map(np.concatenate, outcome), {"final_obs": sum(map(list, final_obs), [])}
+
+    def close(self):
+        for pipe in self.pipes:
+            pipe.send(None)
+        for process in self.processes:
+            process.join()
+        self.pipes, self.processes = [], []
+        self.row.close()
+        atexit.unregister(self.close)
+
+
+# MuJoCo:
+def serve_row(pipe, other_end, args, indices):
+    """The work of another process: does what the pipe says, until it says None or the main process is gone."""
+    other_end.close()  # held open here too, the pipe would outlive the main process
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C is for the main process
+        signal.signal(number, signal.SIG_IGN)
+    row = make_row(args, indices)
+    try:
+        for name, arguments in iter(pipe.recv, None):
+            pipe.send(getattr(row, name)(**arguments))
+    except (EOFError, BrokenPipeError):
+        pass
+
+
+# MuJoCo:
+def make_row(args, indices):
     mujoco.set_mju_user_warning(warnings.warn)  # which says a thing once, and not for every environment
 
     def make_env(index):
@@ -194,11 +255,21 @@ def make_envs(args, video_dir):
         camera = {"camera_name": "track"} if "mujoco" in str(gym.spec(args.env_id).entry_point) else {}
         return gym.make(args.env_id, render_mode="rgb_array", disable_env_checker=True, **camera)
 
+    return VectorEnv(
+        [lambda index=index: make_env(index) for index in indices],
+        autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,  # the default mode would insert a step that ignores the action
+    )
+
+
+# MuJoCo:
+def make_envs(args, video_dir):
+    if re.match(r"ALE/|.*NoFrameskip-v", args.env_id):
+        fail(f"{args.env_id} is an Atari game, and this script is for continuous control: use bdpg_atari.py.")
+    if args.capture_video and sys.platform == "linux" and "DISPLAY" not in os.environ:
+        os.environ.setdefault("MUJOCO_GL", "egl")
+
     try:
-        envs = VectorEnv(
-            [lambda index=index: make_env(index) for index in range(args.num_envs)],
-            autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,  # the default mode would insert a step that ignores the action
-        )
+        envs = ParallelEnvs(args)
     except gym.error.UnregisteredEnv:
         nearest = difflib.get_close_matches(args.env_id, gym.registry, n=1, cutoff=0)[0]
         fail(f"there is no environment {args.env_id!r}; did you mean {nearest}?")
@@ -246,7 +317,7 @@ class RunningMeanStd(nn.Module):
     def update(self, batch):
         var, mean = torch.var_mean(batch.double(), 0, correction=0)
         self.count += len(batch)
-        share = len(batch) / self.count
+        share = len(batch) / self.count.item()
         self.var.lerp_(var + (1 - share) * (mean - self.mean).square(), share)
         self.mean.lerp_(mean, share)
 
@@ -728,6 +799,9 @@ def train(args):
     torch.backends.cudnn.deterministic = True
     torch.set_num_threads(1)  # MuJoCo: networks this small gain nothing from more
     device = torch.device("cuda" if args.cuda else "cpu")
+    if platform.libc_ver()[0] == "glibc":  # keep freed memory, for the next minibatch needs it again: a tenth faster on a CPU
+        for parameter, value in (-1, 2**31 - 1), (-4, 0):  # M_TRIM_THRESHOLD, M_MMAP_MAX
+            ctypes.CDLL(None).mallopt(parameter, value)
 
     start = time.strftime("%Y%m%d-%H%M%S")  # with the process id, for runs that start in the same second
     run_dir = args.run_dir / f"{args.env_id.replace('/', '-')}__{Path(__file__).stem}__{args.seed}__{start}-{os.getpid()}"
@@ -762,7 +836,6 @@ def train(args):
     )  # new episodes, as at the start
     per_step = (args.num_steps, args.num_envs)  # the outcome of step t is stored at index t
     obs = torch.zeros(per_step + next_obs.shape[1:], dtype=next_obs.dtype, device=device)
-    embeddings = torch.zeros(per_step + (agent.trunk.output_dim,), device=device)
     actions = torch.as_tensor(np.zeros(per_step + envs.single_action_space.shape, envs.single_action_space.dtype), device=device)
     raw_rewards = torch.zeros(per_step, device=device)
     terminations = torch.zeros(per_step, dtype=torch.bool, device=device)
@@ -783,9 +856,8 @@ def train(args):
         cut_short = []  # (step, environment, final observation) of truncated episodes
         for t in range(args.num_steps):
             with torch.no_grad():
-                c = agent.trunk(next_obs)
-                action = agent.policy(next_obs, c).sample()
-            obs[t], embeddings[t], actions[t] = next_obs, c, action
+                action = agent.policy(next_obs, None).sample()  # MuJoCo: it has a network of its own
+            obs[t], actions[t] = next_obs, action
             raw_obs, reward, terminated, truncated, final_obs, game_over = step_envs(envs, action.cpu().numpy())
             next_obs = agent.observe(raw_obs)
             raw_rewards[t] = torch.as_tensor(reward)
@@ -811,6 +883,7 @@ def train(args):
 
             # --- returns, advantages and Bellman targets (lines 6, 8-11) ---
             # The networks did not change during the rollout, so what it needs of them beside actions is had here, all at once.
+            embeddings = agent.trunk(obs)  # MuJoCo: of the return model alone
             log_probs = agent.policy(obs, embeddings).log_prob(actions)
             last_embedding = agent.trunk(next_obs)
             samples = model.sample(torch.cat([embeddings, last_embedding.unsqueeze(0)]), args.num_return_samples)

@@ -76,6 +76,7 @@ def shuffled(gains):
 def run_job(job):
     """One run; returns the job with the return of every episode and the step at which it ended."""
     torch.set_num_threads(1)
+    bdpg.NUM_PROCESSES = 1  # the workers have the cores
     if job["arm"] == "shuffled gain":
         gaussian_kl = bdpg.gaussian_kl
         bdpg.gaussian_kl = lambda *given: shuffled(gaussian_kl(*given))

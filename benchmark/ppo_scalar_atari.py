@@ -3,7 +3,7 @@
 python benchmark/ppo_scalar_atari.py
 """
 
-import ctypes  # Atari: for its memory
+import ctypes
 import difflib
 import importlib.util
 import json
@@ -222,7 +222,7 @@ class RunningMeanStd(nn.Module):
     def update(self, batch):
         var, mean = torch.var_mean(batch.double(), 0, correction=0)
         self.count += len(batch)
-        share = len(batch) / self.count
+        share = len(batch) / self.count.item()
         self.var.lerp_(var + (1 - share) * (mean - self.mean).square(), share)
         self.mean.lerp_(mean, share)
 
@@ -545,8 +545,7 @@ def train(args):
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = True
     device = torch.device("cuda" if args.cuda else "cpu")
-    # Atari: freed memory is kept, for the next minibatch needs it again; on a CPU a tenth faster
-    if platform.libc_ver()[0] == "glibc":
+    if platform.libc_ver()[0] == "glibc":  # keep freed memory, for the next minibatch needs it again: a tenth faster on a CPU
         for parameter, value in (-1, 2**31 - 1), (-4, 0):  # M_TRIM_THRESHOLD, M_MMAP_MAX
             ctypes.CDLL(None).mallopt(parameter, value)
 
@@ -583,7 +582,7 @@ def train(args):
     )  # new episodes, as at the start
     per_step = (args.num_steps, args.num_envs)  # the outcome of step t is stored at index t
     obs = torch.zeros(per_step + next_obs.shape[1:], dtype=next_obs.dtype, device=device)
-    embeddings = torch.zeros(per_step + (agent.trunk.output_dim,), device=device)
+    embeddings = torch.zeros(per_step + (agent.trunk.output_dim,), device=device)  # Atari: of the trunk that the policy shares
     actions = torch.as_tensor(np.zeros(per_step + envs.single_action_space.shape, envs.single_action_space.dtype), device=device)
     raw_rewards = torch.zeros(per_step, device=device)
     terminations = torch.zeros(per_step, dtype=torch.bool, device=device)
@@ -604,9 +603,9 @@ def train(args):
         cut_short = []  # (step, environment, final observation) of truncated episodes
         for t in range(args.num_steps):
             with torch.no_grad():
-                c = agent.trunk(next_obs)
-                action = agent.policy(next_obs, c).sample()
-            obs[t], embeddings[t], actions[t] = next_obs, c, action
+                c = embeddings[t] = agent.trunk(next_obs)  # Atari: shared with the policy
+                action = agent.policy(next_obs, c).sample()  # Atari: which looks at c
+            obs[t], actions[t] = next_obs, action
             raw_obs, reward, terminated, truncated, final_obs, game_over = step_envs(envs, action.cpu().numpy())
             next_obs = agent.observe(raw_obs)
             raw_rewards[t] = torch.as_tensor(reward)

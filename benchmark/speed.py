@@ -19,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -70,10 +71,7 @@ class Args:
 
 
 def load(name):
-    spec = importlib.util.spec_from_file_location(Path(name).name, ROOT / f"{name}.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
+    return importlib.import_module(name.replace("/", "."))
 
 
 class CountOperations(TorchDispatchMode):
@@ -195,8 +193,8 @@ def finish(seconds, steps, phases, flops):
 
 
 def in_own_process(function, *given):
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(attempt, (function, *given))
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(attempt, function, *given).result()
 
 
 def attempt(function, *given):

@@ -1,5 +1,10 @@
 """Continuous control environments against separately stepped ones."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import gymnasium as gym
@@ -14,11 +19,15 @@ def make_envs(mujoco, env_id, num_envs):
     return mujoco.make_envs(mujoco.Args(env_id=env_id, num_envs=num_envs), None)
 
 
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 8])
 @pytest.mark.parametrize("env_id, length", [("Pendulum-v1", 200), ("Hopper-v5", None)])
-def test_episodes_equal_those_of_a_single_environment(mujoco, env_id, length):
-    """Pendulum is cut after 200 steps, Hopper falls. The next episode starts in the same step: no step is lost to the reset."""
-    seed, num_envs = 5, 2
+def test_episodes_equal_those_of_a_single_environment(mujoco, monkeypatch, env_id, length, num_processes):
+    """Pendulum is cut after 200 steps, Hopper falls. The next episode starts in the same step: no step is lost to the reset. How many
+    processes share the environments makes no difference."""
+    monkeypatch.setattr(mujoco, "NUM_PROCESSES", num_processes)
+    seed, num_envs = 5, 5
     envs = make_envs(mujoco, env_id, num_envs)
+    assert len(envs.processes) == min(num_processes, num_envs) - 1
     obs = mujoco.reset_envs(envs, seed)
     singles = [gym.make(env_id) for _ in range(num_envs)]
     for i, single in enumerate(singles):
@@ -26,7 +35,7 @@ def test_episodes_equal_those_of_a_single_environment(mujoco, env_id, length):
     bound = envs.single_action_space.high[0]
     rng, ends = np.random.default_rng(0), []
     for step in range(1, 410):
-        actions = rng.integers(-2, 3, envs.action_space.shape) / np.float32(2)  # halves: scaling them is exact
+        actions = rng.integers(-2, 3, (num_envs, *envs.single_action_space.shape)) / np.float32(2)  # halves: scaling them is exact
         obs, rewards, terminated, truncated, final_obs, game_over = mujoco.step_envs(envs, actions)
         assert (game_over == (terminated | truncated)).all()
         for i, single in enumerate(singles):
@@ -38,7 +47,42 @@ def test_episodes_equal_those_of_a_single_environment(mujoco, env_id, length):
                 true_obs, _ = single.reset()
                 ends.append((step, i))
             np.testing.assert_array_equal(obs[i], true_obs)
-    assert ends == [(200, 0), (200, 1), (400, 0), (400, 1)] if length else len(ends) > 10
+    envs.close()
+    assert ends == [(step, i) for step in (200, 400) for i in range(num_envs)] if length else len(ends) > 10
+
+
+def test_processes_end_with_the_environments_and_ignore_signals(mujoco, monkeypatch):
+    """Ctrl-C and a SIGTERM to all processes let the main one end its iteration, for which it needs the others."""
+    monkeypatch.setattr(mujoco, "NUM_PROCESSES", 3)
+    envs = make_envs(mujoco, "Pendulum-v1", 4)
+    mujoco.reset_envs(envs, 0)
+    processes = envs.processes
+    for process in processes:
+        os.kill(process.pid, signal.SIGINT)
+        os.kill(process.pid, signal.SIGTERM)
+    mujoco.step_envs(envs, np.zeros((4, 1), dtype=np.float32))
+    assert len(processes) == 2 and all(process.is_alive() for process in processes)
+    envs.close()
+    assert [process.exitcode for process in processes] == [0, 0]
+    envs.close()  # once more does no harm
+
+
+def test_processes_end_when_the_main_one_is_killed(mujoco):
+    code = f"""
+import os, signal, {mujoco.__name__.split(".")[-1]} as script
+script.NUM_PROCESSES = 3
+envs = script.make_envs(script.Args(env_id="Pendulum-v1", num_envs=4), None)
+script.reset_envs(envs, 0)
+print(*(process.pid for process in envs.processes), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    folder = Path(mujoco.__file__).parent
+    killed = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=60)
+    assert killed.stderr == ""
+    deadline = time.time() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in killed.stdout.split()):
+        assert time.time() < deadline, "an orphan goes on"
+        time.sleep(0.05)
 
 
 class EchoAction(gym.Env):
