@@ -841,20 +841,21 @@ def train(args):
                 metrics["curiosity/eta_t"] = eta_t
 
         # --- minibatch updates (lines 14-20) ---
-        b_obs, b_actions, b_log_probs, b_advantages, b_x = (v.flatten(0, 1) for v in (obs, actions, log_probs, advantages, x))
+        batch = [v.flatten(0, 1) for v in (obs, actions, log_probs, advantages, x)]
         # BDPG:
-        b_centre = centre.flatten()
+        batch.append(centre.flatten())
         updates_before = (iteration - 1) * args.update_epochs * batch_size // args.minibatch_size
 
         history = []
         for _ in range(args.update_epochs):
-            for index in torch.randperm(batch_size, device=device).split(args.minibatch_size):
-                o, x = b_obs[index], b_x[index]
+            order = torch.randperm(batch_size, device=device)
+            minibatches = zip(*(v[order].split(args.minibatch_size) for v in batch), strict=True)
+            for o, action, old_log_prob, advantage, x, b in minibatches:  # BDPG: with b(s) of the rollout
                 c = agent.trunk(o)  # the only trunk pass
                 losses = {}
                 # BDPG:
                 s = c.detach()  # the adversarial networks take the trunk's output and never train it
-                joints, z_tilde, x_tilde, z_prime = sample_joints(model, x, b_centre[index], s)  # lines 15-16
+                joints, z_tilde, x_tilde, z_prime = sample_joints(model, x, b, s)  # lines 15-16
                 # The penalty on D's slope every eighth time, eightfold: as good, and cheaper.
                 r1_coef = 8 * args.r1_coef if (updates_before + len(history)) % 8 == 0 else 0
                 losses["discriminator"], accuracy = discriminator_loss(model, joints, s, r1_coef)
@@ -868,8 +869,8 @@ def train(args):
                 losses |= {"discriminator_accuracy": accuracy, "encoder_prior_grad_norm": grad_norm}
 
                 policy = agent.policy(o, c)
-                log_prob, entropy = policy.log_prob(b_actions[index]), policy.entropy().mean()
-                losses["policy"], approx_kl, clip_fraction = ppo_loss(log_prob, b_log_probs[index], b_advantages[index], args)
+                log_prob, entropy = policy.log_prob(action), policy.entropy().mean()
+                losses["policy"], approx_kl, clip_fraction = ppo_loss(log_prob, old_log_prob, advantage, args)
                 loss = losses["policy"] - args.ent_coef * entropy + args.vf_coef * return_loss
                 descend(optimizers["policy, trunk and generator"], loss, args.max_grad_norm)  # lines 19-20
                 losses |= {"entropy": entropy, "approx_kl": approx_kl, "clip_fraction": clip_fraction}

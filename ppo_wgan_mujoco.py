@@ -849,14 +849,15 @@ def train(args):
             metrics["return_model/residual_scale"] = model.residual_scale
 
         # --- minibatch updates (lines 14-20) ---
-        b_obs, b_actions, b_log_probs, b_advantages, b_x = (v.flatten(0, 1) for v in (obs, actions, log_probs, advantages, x))
+        batch = [v.flatten(0, 1) for v in (obs, actions, log_probs, advantages, x)]
         # WGAN:
-        b_centre = centre.flatten()
+        batch.append(centre.flatten())
 
         history = []
         for _ in range(args.update_epochs):
-            for index in torch.randperm(batch_size, device=device).split(args.minibatch_size):
-                o, x = b_obs[index], b_x[index]
+            order = torch.randperm(batch_size, device=device)
+            minibatches = zip(*(v[order].split(args.minibatch_size) for v in batch), strict=True)
+            for o, action, old_log_prob, advantage, x, b in minibatches:  # WGAN: with b(s) of the rollout
                 c = agent.trunk(o)  # the only trunk pass
                 losses = {}
                 # WGAN:
@@ -864,16 +865,14 @@ def train(args):
                 for _ in range(args.num_critic_steps):
                     with torch.no_grad():
                         x_tilde = model.sample(s, 1)[0]
-                    losses["critic"], losses["critic_w1"] = critic_loss(
-                        model, x, x_tilde, b_centre[index], s, args.gradient_penalty
-                    )
+                    losses["critic"], losses["critic_w1"] = critic_loss(model, x, x_tilde, b, s, args.gradient_penalty)
                     descend(optimizers["critic"], losses["critic"], args.max_grad_norm)
-                losses["generator"], losses["mean_matching"] = wgan_losses(model, x, b_centre[index], c, args.mean_coef)
+                losses["generator"], losses["mean_matching"] = wgan_losses(model, x, b, c, args.mean_coef)
                 return_loss = losses["generator"] + losses["mean_matching"]
 
                 policy = agent.policy(o, c)
-                log_prob, entropy = policy.log_prob(b_actions[index]), policy.entropy().mean()
-                losses["policy"], approx_kl, clip_fraction = ppo_loss(log_prob, b_log_probs[index], b_advantages[index], args)
+                log_prob, entropy = policy.log_prob(action), policy.entropy().mean()
+                losses["policy"], approx_kl, clip_fraction = ppo_loss(log_prob, old_log_prob, advantage, args)
                 loss = losses["policy"] - args.ent_coef * entropy + args.vf_coef * return_loss
                 descend(optimizers["policy, trunk and generator"], loss, args.max_grad_norm)  # lines 19-20
                 losses |= {"entropy": entropy, "approx_kl": approx_kl, "clip_fraction": clip_fraction}

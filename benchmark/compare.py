@@ -203,7 +203,7 @@ def gradient_steps(source, args):
             return inside * len(eval(ast.unparse(node.iter), {"args": args}))
         return inside + (isinstance(node, ast.Call) and ast.unparse(node.func) == "descend")
 
-    minibatch = next(n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.For) and ast.unparse(n.target) == "index")
+    minibatch = next(n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.For) and ast.unparse(n.iter) == "minibatches")
     return sum(map(count, minibatch.body))
 
 

@@ -746,19 +746,20 @@ def train(args):
             metrics = distribution_metrics(model.sample(some_c, 64), some_x)
 
         # --- minibatch updates (lines 14-20) ---
-        b_obs, b_actions, b_log_probs, b_advantages, b_x = (v.flatten(0, 1) for v in (obs, actions, log_probs, advantages, x))
+        batch = [v.flatten(0, 1) for v in (obs, actions, log_probs, advantages, x)]
         history = []
         for _ in range(args.update_epochs):
-            for index in torch.randperm(batch_size, device=device).split(args.minibatch_size):
-                o, x = b_obs[index], b_x[index]
+            order = torch.randperm(batch_size, device=device)
+            minibatches = zip(*(v[order].split(args.minibatch_size) for v in batch), strict=True)
+            for o, action, old_log_prob, advantage, x in minibatches:  # Scalar: without b(s)
                 c = agent.trunk(o)  # the only trunk pass
                 losses = {}
                 # Scalar:
                 return_loss = losses["generator"] = F.mse_loss(model.generator(c).squeeze(-1), x)
 
                 policy = agent.policy(o, c)
-                log_prob, entropy = policy.log_prob(b_actions[index]), policy.entropy().mean()
-                losses["policy"], approx_kl, clip_fraction = ppo_loss(log_prob, b_log_probs[index], b_advantages[index], args)
+                log_prob, entropy = policy.log_prob(action), policy.entropy().mean()
+                losses["policy"], approx_kl, clip_fraction = ppo_loss(log_prob, old_log_prob, advantage, args)
                 loss = losses["policy"] - args.ent_coef * entropy + args.vf_coef * return_loss
                 descend(optimizers["policy, trunk and generator"], loss, args.max_grad_norm)  # lines 19-20
                 losses |= {"entropy": entropy, "approx_kl": approx_kl, "clip_fraction": clip_fraction}

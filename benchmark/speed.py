@@ -23,6 +23,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from unittest import mock
 
 import matplotlib
 
@@ -30,6 +31,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 import tyro
+from gymnasium.vector.utils import batch_space
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -107,8 +109,8 @@ def run_script(name, task, iterations, overrides):
             counter.__enter__()
         return result
 
-    script.step_envs, script.distribution_metrics = timed_step, timed_metrics
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+    clocks = mock.patch.multiple(script, step_envs=timed_step, distribution_metrics=timed_metrics)
+    with clocks, tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         args = script.Args(env_id=ENV_IDS[task], cuda=False, run_dir=Path(folder), save_every=10**9, **overrides)
         args.total_timesteps = (iterations + 2) * args.num_envs * args.num_steps
         script.train(args)
@@ -165,7 +167,8 @@ def run_environment(name, task, iterations, overrides):
     args = script.Args(env_id=ENV_IDS[task])
     envs = script.make_envs(args, None)
     script.reset_envs(envs, 1)
-    actions = [envs.action_space.sample() for _ in range(64)]
+    action_space = batch_space(envs.single_action_space, args.num_envs)
+    actions = [action_space.sample() for _ in range(64)]
     for _ in range(2):  # the first round warms up
         start = time.perf_counter()
         for t in range(iterations * args.num_steps):

@@ -22,8 +22,8 @@ def make_envs(mujoco, env_id, num_envs):
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 8])
 @pytest.mark.parametrize("env_id, length", [("Pendulum-v1", 200), ("Hopper-v5", None)])
 def test_episodes_equal_those_of_a_single_environment(mujoco, monkeypatch, env_id, length, num_processes):
-    """Pendulum is cut after 200 steps, Hopper falls. The next episode starts in the same step: no step is lost to the reset. How many
-    processes share the environments makes no difference."""
+    """Pendulum is cut after 200 steps, Hopper falls. The next episode starts in the same step: no step is lost to the reset. The
+    number of processes that share the environments makes no difference."""
     monkeypatch.setattr(mujoco, "NUM_PROCESSES", num_processes)
     seed, num_envs = 5, 5
     envs = make_envs(mujoco, env_id, num_envs)

@@ -83,7 +83,7 @@ def test_phases_of_a_run_add_up_and_operations_are_counted():
     assert set(seconds) == set(speed.PHASES) and all(value > 0 for value in seconds.values())
     assert result["steps_per_second"] == pytest.approx(32 / sum(seconds.values()))
     first, middle, action, value = 2 * 11 * 64, 2 * 64 * 64, 3 * 64, 64  # Hopper has 11 observations and 3 actions
-    next_action = 2 * 2 * (first + middle + action)  # the count ends when the environments are stepped again
+    next_action = 2 * 2 * (first / 2 + middle / 2 + action)  # the count ends when the environments are stepped again
     assert result["flops_of_update"] == 2 * 32 * (4 * first + 6 * (middle + action + value)) + next_action
     assert 100 < result["megabytes"] < 4000
 
