@@ -11,7 +11,6 @@ paid to the policy as a curiosity reward. Paper: Li & Faisal, "Bayesian Distribu
     tensorboard --logdir runs
 """
 
-import atexit  # MuJoCo: to end the processes
 import ctypes
 import difflib
 import importlib.util
@@ -30,6 +29,7 @@ import warnings  # MuJoCo: its own go there
 from collections import deque
 from dataclasses import asdict, dataclass
 from importlib.metadata import distributions
+from multiprocessing.util import Finalize  # MuJoCo: to end them
 from pathlib import Path
 from typing import Literal, Optional
 
@@ -202,7 +202,7 @@ class ParallelEnvs:
             other_end.close()
             self.pipes.append(pipe)
             self.processes.append(process)
-        atexit.register(self.close)
+        self.end_processes = Finalize(self, end_rows, (self.pipes, self.processes), exitpriority=0)  # at the latest, at the end
 
     def call(self, name, arguments):
         """The results of row.name(**arguments) for each row and its arguments; all rows are at work at the same time."""
@@ -221,13 +221,8 @@ class ParallelEnvs:
         return *map(np.concatenate, outcome), {"final_obs": sum(map(list, final_obs), [])}
 
     def close(self):
-        for pipe in self.pipes:
-            pipe.send(None)
-        for process in self.processes:
-            process.join()
-        self.pipes, self.processes = [], []
+        self.end_processes()
         self.row.close()
-        atexit.unregister(self.close)
 
 
 # MuJoCo:
@@ -242,6 +237,14 @@ def serve_row(pipe, other_end, args, indices):
             pipe.send(getattr(row, name)(**arguments))
     except (EOFError, BrokenPipeError):
         pass
+
+
+# MuJoCo:
+def end_rows(pipes, processes):
+    for pipe in pipes:
+        pipe.send(None)
+    for process in processes:
+        process.join()
 
 
 # MuJoCo:

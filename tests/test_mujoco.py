@@ -69,7 +69,7 @@ def test_processes_end_with_the_environments_and_ignore_signals(mujoco, monkeypa
 
 def test_processes_end_when_the_main_one_is_killed(mujoco):
     code = f"""
-import os, signal, {mujoco.__name__.split(".")[-1]} as script
+import os, signal, {mujoco.__name__} as script
 script.NUM_PROCESSES = 3
 envs = script.make_envs(script.Args(env_id="Pendulum-v1", num_envs=4), None)
 script.reset_envs(envs, 0)
@@ -83,6 +83,22 @@ os.kill(os.getpid(), signal.SIGKILL)
     while any(Path(f"/proc/{pid}").exists() for pid in killed.stdout.split()):
         assert time.time() < deadline, "an orphan goes on"
         time.sleep(0.05)
+
+
+def test_processes_end_with_a_main_one_that_never_closed_them(mujoco):
+    """Be it a program's or itself a process of multiprocessing."""
+    code = f"""
+import multiprocessing, {mujoco.__name__} as script
+def main():
+    script.NUM_PROCESSES = 3
+    script.reset_envs(script.make_envs(script.Args(env_id="Pendulum-v1", num_envs=4), None), 0)
+child = multiprocessing.Process(target=main)
+child.start()
+child.join()
+main()
+raise SystemExit(child.exitcode)
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=Path(mujoco.__file__).parent, timeout=60, check=True)
 
 
 class EchoAction(gym.Env):
