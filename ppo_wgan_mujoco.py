@@ -11,6 +11,7 @@ refer to it and to its Algorithm 1. Metrics, implementation details and results:
     tensorboard --logdir runs
 """
 
+import contextlib  # MuJoCo: for an orderly end
 import ctypes
 import difflib
 import importlib.util
@@ -29,7 +30,7 @@ import warnings  # MuJoCo: its own go there
 from collections import deque
 from dataclasses import asdict, dataclass
 from importlib.metadata import distributions
-from multiprocessing.util import Finalize  # MuJoCo: to end them
+from multiprocessing.util import Finalize  # MuJoCo: likewise
 from pathlib import Path
 from typing import Literal, Optional
 
@@ -192,6 +193,7 @@ class ParallelEnvs:
         self.row, self.pipes, self.processes = make_row(args, self.rows[0]), [], []
         self.envs = self.row.envs
         self.single_observation_space, self.single_action_space = self.row.single_observation_space, self.row.single_action_space
+        self.end_processes = Finalize(self, end_rows, (self.processes,), exitpriority=0)  # by close(), or else at the end
         for indices in self.rows[1:]:
             pipe, other_end = multiprocessing.Pipe()
             process = multiprocessing.Process(target=serve_row, args=(other_end, pipe, args, indices))
@@ -199,13 +201,16 @@ class ParallelEnvs:
             other_end.close()
             self.pipes.append(pipe)
             self.processes.append(process)
-        self.end_processes = Finalize(self, end_rows, (self.pipes, self.processes), exitpriority=0)  # at the latest, at the end
 
     def call(self, name, arguments):
         """The results of row.name(**arguments) for each row and its arguments; all rows are at work at the same time."""
         for pipe, given in zip(self.pipes, arguments[1:], strict=True):
             pipe.send((name, given))
-        return [getattr(self.row, name)(**arguments[0]), *(pipe.recv() for pipe in self.pipes)]
+        own = getattr(self.row, name)(**arguments[0])
+        try:
+            return [own, *(pipe.recv() for pipe in self.pipes)]
+        except (EOFError, ConnectionError):
+            raise RuntimeError("a process that steps environments has ended; what it said is above") from None
 
     def reset(self, seed):
         results = self.call("reset", [{"seed": seed + int(indices[0])} for indices in self.rows])
@@ -224,23 +229,21 @@ class ParallelEnvs:
 
 # MuJoCo:
 def serve_row(pipe, other_end, args, indices):
-    """The work of another process: does what the pipe says, until it says None or the main process is gone."""
+    """The work of another process: does what the pipe says, as long as there is a main process."""
     other_end.close()  # held open here too, the pipe would outlive the main process
     for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C is for the main process
         signal.signal(number, signal.SIG_IGN)
     row = make_row(args, indices)
-    try:
-        for name, arguments in iter(pipe.recv, None):
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            name, arguments = pipe.recv()
             pipe.send(getattr(row, name)(**arguments))
-    except (EOFError, BrokenPipeError):
-        pass
 
 
 # MuJoCo:
-def end_rows(pipes, processes):
-    for pipe in pipes:
-        pipe.send(None)
+def end_rows(processes):
     for process in processes:
+        process.kill()
         process.join()
 
 

@@ -197,15 +197,7 @@ def finish(seconds, steps, phases, flops):
 
 def in_own_process(function, *given):
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(attempt, function, *given).result()
-
-
-def attempt(function, *given):
-    """A script that gives up ends its process, and who waits for the result of a dead process waits for ever."""
-    try:
-        return function(*given)
-    except SystemExit as stop:
-        raise RuntimeError(f"{function.__name__} gave up") from stop
+        return pool.submit(function, *given).result()
 
 
 def compare(args, contenders):
@@ -265,7 +257,7 @@ def make_report(args, record):
         speed = f"{median(runs, 'steps_per_second'):,.0f}"
         rows.append([label, speed, rollout, update, *against, efficiency, f"{median(runs, 'megabytes'):.0f}"])
     header = ["", "steps/s", "rollout, ms", "update, ms", "speed / SB3", "speed / scalar critic"]
-    header += ["GFLOP/s of the update", "peak memory, MB"]
+    header += ["GFLOP/s of the update", "peak memory of the main process, MB"]
     columns = [i for i in range(len(header)) if i == 0 or any(row[i] for row in rows)]  # without empty ones
     header, *rows = ([row[i] for i in columns] for row in [header, *rows])
     text = f"{ENV_IDS[args.task]}, {args.repeats} rounds; medians, and the range of ratios within a round. "
