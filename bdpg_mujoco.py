@@ -805,7 +805,7 @@ def train(args):
     torch.backends.cudnn.deterministic = True
     torch.set_num_threads(1)  # MuJoCo: networks this small gain nothing from more
     device = torch.device("cuda" if args.cuda else "cpu")
-    if platform.libc_ver()[0] == "glibc":  # keep freed memory, for the next minibatch needs it again: a tenth faster on a CPU
+    if platform.libc_ver()[0] == "glibc":  # keep freed memory, for the next minibatch needs it again
         for parameter, value in (-1, 2**31 - 1), (-4, 0):  # M_TRIM_THRESHOLD, M_MMAP_MAX
             ctypes.CDLL(None).mallopt(parameter, value)
 

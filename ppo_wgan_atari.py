@@ -642,7 +642,7 @@ def train(args):
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = True
     device = torch.device("cuda" if args.cuda else "cpu")
-    if platform.libc_ver()[0] == "glibc":  # keep freed memory, for the next minibatch needs it again: a tenth faster on a CPU
+    if platform.libc_ver()[0] == "glibc":  # keep freed memory, for the next minibatch needs it again
         for parameter, value in (-1, 2**31 - 1), (-4, 0):  # M_TRIM_THRESHOLD, M_MMAP_MAX
             ctypes.CDLL(None).mallopt(parameter, value)
 
