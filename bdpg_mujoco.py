@@ -53,7 +53,7 @@ class Args:
     total_timesteps: int = 1_000_000
     """agent steps over all environments together"""
     seed: int = 1
-    """seed of networks, sampling and environments; on CPU the same seed gives the same run bit for bit"""
+    """seed of networks, sampling and environments; on a CPU, with the same number of threads, it gives the same run bit for bit"""
     cuda: bool = torch.cuda.is_available()
     """train on the GPU (on by default where there is one)"""
     run_dir: Path = Path("runs")
@@ -289,6 +289,12 @@ def make_envs(args, video_dir):
     if not envs.single_action_space.is_bounded():
         fail(f"{args.env_id} has unbounded actions, and this script needs bounds to scale them.")
     envs.video_dir = video_dir if args.capture_video else None
+    if args.capture_video:
+        try:  # now, not when the run has begun
+            envs.envs[0].reset()
+            envs.envs[0].render()
+        except Exception as error:  # without OpenGL each backend fails in its own way
+            fail(f"{args.env_id} cannot be drawn here ({str(error).splitlines()[0]}); leave --capture-video away.")
     return envs
 
 
@@ -350,7 +356,9 @@ def k_step_gae(rewards, g, next_g, terminations, dones, gamma, gae_lambda, k):
 def sr_targets(rewards, next_g, terminations, dones, gamma, gae_lambda, k):
     """One n-step target per step, n drawn with GAE's weights: P(n) = (1-λ)λ^(n-1) for n < k, else k (SR(λ), Nam et al. 2021).
 
-    k_step_gae + g averages these targets, which is right in the mean but too narrow; a draw has the spread of the return."""
+    k_step_gae + g averages these targets, which is right in the mean but too narrow; a draw has the spread of the return. At each
+    step it is drawn whether to go on, and steps that do share what follows: each n has GAE's chance, but neighbours' are not
+    independent."""
     one_step = rewards + gamma * next_g * ~terminations
     go_on = (torch.rand_like(rewards) < gae_lambda) & ~dones
     go_on[-1] = False
@@ -388,7 +396,8 @@ def gaussian_kl(mean_q, std_q, mean_p, std_p):
 
 # BDPG:
 def eta_at(eta, t):
-    """The decayed curiosity coefficient η_t = η sqrt(log t / t); t starts at 4, past the maximum of log t / t."""
+    """The decayed curiosity coefficient η_t = η sqrt(log t / t). The paper's t is a "global training step"; here, as in the
+    authors' code, it counts passes over rollouts, from 4 on, which is past the maximum of log t / t."""
     t = max(4, t)
     return eta * math.sqrt(math.log(t) / t)
 
@@ -617,44 +626,38 @@ def sample_joints(model, x, centre, c):
 
 # BDPG:
 def discriminator_loss(model, joints, c, r1_coef):
-    """-log D(x̃, z, s) - log(1 - D(x, z̃, s)) with a slope penalty (line 17, Eq. 11); and the share of samples that D tells right."""
+    """-log D(x̃, z, s) - log(1 - D(x, z̃, s)) (line 17, Eq. 11); a penalty on D's slope; the share of samples that D tells right."""
     inputs = joints.detach().requires_grad_(r1_coef > 0)
-    logits = model.discriminate(inputs, c)
-    loss = contrast(logits, [[1.0], [-1.0]])
-    accuracy = torch.stack([logits[0] > 0, logits[1] < 0]).float().mean()
+    generated, inferred = logits = model.discriminate(inputs, c)
+    loss, penalty = F.softplus(-generated).mean() + F.softplus(inferred).mean(), torch.zeros_like(generated[0])
     if r1_coef > 0:
         # Without a bound on its slope D wins or gives up, the encoder learns to ignore x, and G collapses to the mean.
         (slopes,) = torch.autograd.grad(logits.sum(), inputs, create_graph=True)
-        loss = loss + r1_coef * slopes.square().sum(-1).mean()
-    return loss, accuracy
+        penalty = r1_coef * slopes.square().sum(-1).mean()
+    return loss, penalty, torch.stack([generated > 0, inferred < 0]).float().mean()
 
 
 # BDPG:
 def encoder_prior_loss(model, joints, c):
     """-log(1 - D(x̃, z, s)) - log D(x, z̃, s) (line 18, Eq. 11)."""
-    logits = model.discriminate(joints, c)
-    return contrast(logits, [[-1.0], [1.0]])
+    generated, inferred = model.discriminate(joints, c)
+    return F.softplus(generated).mean() + F.softplus(-inferred).mean()
 
 
 # BDPG:
 def generator_losses(model, x, x_tilde, z_tilde, z_prime, c, law_coef):
-    """||x - G(z̃, s)||² (line 19, Eq. 12), and law_coef · w times the energy distance of g' = G(z', s) to x given s.
+    """||x - G(z̃, s)||² (line 19, Eq. 12), and a term with the gradient of law_coef · w times the energy distance of G to x given s.
 
     Eq. 12 shapes G over inferred latents. Until those have the prior's law, returns sampled from the prior, which is what the
-    critic does, are off in mean and spread. The second term is least where they have the law of x: a sample g' is drawn towards
-    targets and pushed, as hard, off other samples x̃ of its state. x̃ stays where it is, hence twice: what comes out has the slope of
-    the energy distance and not its value. With w it has the unit of Eq. 12, whatever the returns' scale."""
+    critic does, are off in mean and spread. The energy distance 2 E|g' - x| - E|g' - g''| - E|x - x'| is 0 where samples g', g'' of
+    G have the law of x, and positive elsewhere. Its last part does not depend on G; in the middle one both samples do, to the same
+    extent, so x̃ can be g'' undifferentiated if the gradient through g' is doubled: 2 (E|g' - x| - E|g' - x̃|). With w, the scale of
+    x - b(s), it has the unit of Eq. 12."""
     if law_coef == 0:
         return F.mse_loss(model.generate(z_tilde, c), x), torch.zeros_like(x[0])
     reconstruction, g_prime = model.generate(torch.stack([z_tilde, z_prime]), c)
     attraction, repulsion = (g_prime - x).abs().mean(), (g_prime - x_tilde).abs().mean()
     return F.mse_loss(reconstruction, x), law_coef * model.residual_scale * 2 * (attraction - repulsion)
-
-
-# BDPG:
-def contrast(logits, signs):
-    """-log D where the sign is 1, -log(1 - D) where it is -1, summed over the two joints."""
-    return 2 * F.softplus(-torch.tensor(signs, device=logits.device) * logits).mean()
 
 
 def descend(optimizer, loss, max_grad_norm):
@@ -714,7 +717,11 @@ def start_run(args, run_dir, global_step):
         run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
         (run_dir / "run.json").write_text(json.dumps(record, indent=2) + "\n")
         if args.track:  # before the log is opened, or it would not be seen
-            wandb.init(project=args.wandb_project, name=run_dir.name, config=record["args"], dir=run_dir, sync_tensorboard=True)
+            settings = dict(project=args.wandb_project, name=run_dir.name, config=record["args"], dir=run_dir)
+            try:
+                wandb.init(**settings, sync_tensorboard=True)
+            except wandb.Error as error:
+                fail(f"Weights & Biases refuses the run ({str(error).splitlines()[0]}); try `wandb login`.")
         writer = SummaryWriter(run_dir, purge_step=global_step + 1)  # a resumed log goes on where the checkpoint was
     except OSError as error:
         fail(f"the run's folder {run_dir} cannot be written ({error.strerror}); choose another with --run-dir.")
@@ -830,16 +837,21 @@ def train(args):
             interval_scores.extend(checkpoint["interval_scores"])
             iterations_done, global_step, seconds_before = (checkpoint[key] for key in ("iteration", "global_step", "seconds"))
             torch.set_rng_state(checkpoint["rng"])
+            torch.cuda.set_rng_state_all(checkpoint["cuda_rng"][: torch.cuda.device_count()])
         except (KeyError, ValueError, RuntimeError, TypeError) as error:
             fail(f"{path} does not fit this script ({str(error).splitlines()[0]}).")
         if iterations_done >= num_iterations:
             fail(f"this run is complete at {global_step} steps; to go on, give a larger --total-timesteps.")
     writer, record = start_run(args, run_dir, global_step)
+    if args.resume is not None:  # from here the run takes another way than any later checkpoint
+        for later in run_dir.glob("checkpoint-*.pt"):
+            if later.name > path.name:
+                later.rename(later.with_suffix(".abandoned"))
     resume_command = shlex.join(["python", sys.argv[0], "--resume", str(run_dir)])
 
-    next_obs = agent.observe(
-        reset_envs(envs, args.seed + iterations_done * args.num_envs), learn=args.resume is None
-    )  # new episodes, as at the start
+    # Environment i gets env_seed + i: other episodes than with another --seed, and than before an interruption.
+    env_seed = int(np.random.SeedSequence([args.seed, iterations_done]).generate_state(1)[0]) >> 2
+    next_obs = agent.observe(reset_envs(envs, env_seed), learn=args.resume is None)
     per_step = (args.num_steps, args.num_envs)  # the outcome of step t is stored at index t
     obs = torch.zeros(per_step + next_obs.shape[1:], dtype=next_obs.dtype, device=device)
     actions = torch.as_tensor(np.zeros(per_step + envs.single_action_space.shape, envs.single_action_space.dtype), device=device)
@@ -952,8 +964,9 @@ def train(args):
                 joints, z_tilde, x_tilde, z_prime = sample_joints(model, x, b, s)  # lines 15-16
                 # The penalty on D's slope every eighth time, eightfold: as good, and cheaper.
                 r1_coef = 8 * args.r1_coef if (updates_before + len(history)) % 8 == 0 else 0
-                losses["discriminator"], accuracy = discriminator_loss(model, joints, s, r1_coef)
-                descend(optimizers["discriminator"], losses["discriminator"], args.max_grad_norm)  # line 17
+                losses["discriminator"], losses["discriminator_penalty"], accuracy = discriminator_loss(model, joints, s, r1_coef)
+                discriminator_total = losses["discriminator"] + losses["discriminator_penalty"]
+                descend(optimizers["discriminator"], discriminator_total, args.max_grad_norm)  # line 17
                 losses["encoder_prior"] = encoder_prior_loss(model, joints, s)
                 grad_norm = descend(optimizers["encoder and prior"], losses["encoder_prior"], args.max_grad_norm)  # line 18
                 losses["generator"], losses["law_matching"] = generator_losses(
@@ -1010,6 +1023,7 @@ def train(args):
                 "global_step": global_step,
                 "seconds": seconds_before + seconds,
                 "rng": torch.get_rng_state(),
+                "cuda_rng": torch.cuda.get_rng_state_all() if args.cuda else [],
             }
             save_checkpoint(run_dir, checkpoint)
         if STOP_SIGNALS:

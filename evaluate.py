@@ -18,7 +18,7 @@ import shlex
 import sys
 import warnings
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Optional
@@ -86,7 +86,10 @@ def load(path):
     if not (isinstance(name, str) and re.fullmatch(r"\w+_(atari|mujoco)\.py", name) and (folder / name).is_file()):
         fail(f"{path} was made by {name!r}, which is not a training script in {folder}.")
     sys.path.insert(0, str(folder))
-    return checkpoint, path, importlib.import_module(Path(name).stem)
+    try:
+        return checkpoint, path, importlib.import_module(Path(name).stem)
+    except ImportError as error:
+        fail(f"{name}, which made {path}, cannot be loaded here ({error}); see requirements.txt.")
 
 
 def rebuild(script, checkpoint, path, num_envs):
@@ -451,6 +454,8 @@ def evaluate(options):
     for name, least in (("episodes", 1), ("video_steps", 1), ("seed", 0)):
         if getattr(options, name) < least:
             fail(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(options, name)}.")
+    if options.seed >= 2**30:
+        fail(f"--seed must be less than 2**30, not {options.seed}.")
     if sys.platform == "linux" and "DISPLAY" not in os.environ:
         os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a screen; must be set before MuJoCo is imported
     checkpoint, path, script = load(options.path)
@@ -476,7 +481,8 @@ def evaluate(options):
     result |= {"env_id": args.env_id, "script": checkpoint["script"], "checkpoint": str(path), "global_step": global_step}
     result |= {"command": shlex.join(["python", *sys.argv]), "deterministic": options.deterministic}
     packages = ("torch", "numpy", "gymnasium", "mujoco", "ale-py")
-    result["versions"] = {"python": platform.python_version(), **{package: version(package) for package in packages}}
+    versions = {package.name: package.version for package in distributions() if package.name in packages}
+    result["versions"] = {"python": platform.python_version(), **versions}
     if options.report:
         title = f"{args.env_id}, {script.__name__} after {global_step:,} steps"
         draw_report(plt, script, agent, args, record, output.with_suffix(".png"), title)

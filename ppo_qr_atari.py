@@ -51,7 +51,7 @@ class Args:
     total_timesteps: int = 10_000_000
     """agent steps over all environments together"""
     seed: int = 1
-    """seed of networks, sampling and environments; on CPU the same seed gives the same run bit for bit"""
+    """seed of networks, sampling and environments; on a CPU, with the same number of threads, it gives the same run bit for bit"""
     cuda: bool = torch.cuda.is_available()
     """train on the GPU (on by default where there is one)"""
     run_dir: Path = Path("runs")
@@ -263,7 +263,9 @@ def k_step_gae(rewards, g, next_g, terminations, dones, gamma, gae_lambda, k):
 def sr_targets(rewards, next_g, terminations, dones, gamma, gae_lambda, k):
     """One n-step target per step, n drawn with GAE's weights: P(n) = (1-λ)λ^(n-1) for n < k, else k (SR(λ), Nam et al. 2021).
 
-    k_step_gae + g averages these targets, which is right in the mean but too narrow; a draw has the spread of the return."""
+    k_step_gae + g averages these targets, which is right in the mean but too narrow; a draw has the spread of the return. At each
+    step it is drawn whether to go on, and steps that do share what follows: each n has GAE's chance, but neighbours' are not
+    independent."""
     one_step = rewards + gamma * next_g * ~terminations
     go_on = (torch.rand_like(rewards) < gae_lambda) & ~dones
     go_on[-1] = False
@@ -482,7 +484,11 @@ def start_run(args, run_dir, global_step):
         run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
         (run_dir / "run.json").write_text(json.dumps(record, indent=2) + "\n")
         if args.track:  # before the log is opened, or it would not be seen
-            wandb.init(project=args.wandb_project, name=run_dir.name, config=record["args"], dir=run_dir, sync_tensorboard=True)
+            settings = dict(project=args.wandb_project, name=run_dir.name, config=record["args"], dir=run_dir)
+            try:
+                wandb.init(**settings, sync_tensorboard=True)
+            except wandb.Error as error:
+                fail(f"Weights & Biases refuses the run ({str(error).splitlines()[0]}); try `wandb login`.")
         writer = SummaryWriter(run_dir, purge_step=global_step + 1)  # a resumed log goes on where the checkpoint was
     except OSError as error:
         fail(f"the run's folder {run_dir} cannot be written ({error.strerror}); choose another with --run-dir.")
@@ -597,16 +603,21 @@ def train(args):
             interval_scores.extend(checkpoint["interval_scores"])
             iterations_done, global_step, seconds_before = (checkpoint[key] for key in ("iteration", "global_step", "seconds"))
             torch.set_rng_state(checkpoint["rng"])
+            torch.cuda.set_rng_state_all(checkpoint["cuda_rng"][: torch.cuda.device_count()])
         except (KeyError, ValueError, RuntimeError, TypeError) as error:
             fail(f"{path} does not fit this script ({str(error).splitlines()[0]}).")
         if iterations_done >= num_iterations:
             fail(f"this run is complete at {global_step} steps; to go on, give a larger --total-timesteps.")
     writer, record = start_run(args, run_dir, global_step)
+    if args.resume is not None:  # from here the run takes another way than any later checkpoint
+        for later in run_dir.glob("checkpoint-*.pt"):
+            if later.name > path.name:
+                later.rename(later.with_suffix(".abandoned"))
     resume_command = shlex.join(["python", sys.argv[0], "--resume", str(run_dir)])
 
-    next_obs = agent.observe(
-        reset_envs(envs, args.seed + iterations_done * args.num_envs), learn=args.resume is None
-    )  # new episodes, as at the start
+    # Environment i gets env_seed + i: other episodes than with another --seed, and than before an interruption.
+    env_seed = int(np.random.SeedSequence([args.seed, iterations_done]).generate_state(1)[0]) >> 2
+    next_obs = agent.observe(reset_envs(envs, env_seed), learn=args.resume is None)
     per_step = (args.num_steps, args.num_envs)  # the outcome of step t is stored at index t
     obs = torch.zeros(per_step + next_obs.shape[1:], dtype=next_obs.dtype, device=device)
     embeddings = torch.zeros(per_step + (agent.trunk.output_dim,), device=device)  # Atari: of the trunk that the policy shares
@@ -744,6 +755,7 @@ def train(args):
                 "global_step": global_step,
                 "seconds": seconds_before + seconds,
                 "rng": torch.get_rng_state(),
+                "cuda_rng": torch.cuda.get_rng_state_all() if args.cuda else [],
             }
             save_checkpoint(run_dir, checkpoint)
         if STOP_SIGNALS:

@@ -1,6 +1,9 @@
 """What the tools of this folder share. (The scripts share nothing: each is whole.)"""
 
+import fcntl
 import json
+import multiprocessing
+import signal
 import sys
 
 # Arguments that may change when a run goes on: they do not make it another run.
@@ -25,9 +28,48 @@ def fill(page, name, text):
     page.write_text(before + opening + text + rest[rest.index(closing) :])
 
 
+def make_folder(path):
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"the folder {path} cannot be made ({error.strerror}); choose another.")
+
+
 def load_jobs(path):
     """Finished jobs, a line of JSON each; a line that an interruption cut short is taken out of the file."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     if lines and not lines[-1].endswith("\n"):
         path.write_text("".join(lines[:-1]))
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    jobs = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            jobs += [json.loads(line)] if line.endswith("\n") else []
+        except ValueError:
+            fail(f"line {number} of {path} is damaged; remove it, and its job is done again.")
+    return jobs
+
+
+def run_jobs(function, jobs, workers, path, own_process=False):
+    """Yields function(job) of all jobs as they end, and adds each to the file at once, as a line of JSON.
+
+    With several workers, or own_process, each job is done in another process. Ctrl-C and SIGTERM end these too."""
+    with open(path, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"another process is at the jobs of {path}.")
+        handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # which raises KeyboardInterrupt
+        pool, results = None, map(function, jobs)
+        if workers > 1 or own_process:
+            ignore_ctrl_c = (signal.SIGINT, signal.SIG_IGN)
+            tasks = 1 if own_process else None
+            pool = multiprocessing.get_context("spawn").Pool(workers, signal.signal, ignore_ctrl_c, maxtasksperchild=tasks)
+            results = pool.imap_unordered(function, jobs)
+        try:
+            for result in results:
+                print(json.dumps(result), file=file, flush=True)
+                yield result
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+            if pool:
+                pool.terminate()

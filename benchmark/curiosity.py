@@ -8,8 +8,8 @@ where they are paid. If curiosity beats that, it is by what it points at, not by
 
 import contextlib
 import csv
+import functools
 import json
-import multiprocessing
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import bdpg_mujoco as bdpg
-from benchmark.common import fail, load_jobs, table
+from benchmark.common import fail, load_jobs, make_folder, run_jobs, table
 
 ROOT = Path(__file__).resolve().parent.parent
 # A return above this means that the goal was reached.
@@ -63,7 +63,7 @@ class Args:
     """of each run"""
     workers: int = 1
     """runs at the same time, one thread each"""
-    output: Path = Path("runs/curiosity")
+    output: Path = Path("runs/curiosity-study")
     """folder of the runs, of finished.jsonl (what is in it is not run again), and of curiosity.md, .png and .csv"""
     write: bool = False
     """write curiosity.md, .png and .csv to benchmark/results/ instead"""
@@ -73,14 +73,14 @@ def shuffled(gains):
     return gains.flatten()[torch.randperm(gains.numel())].view_as(gains)
 
 
-def run_job(job):
+def run_job(job, folder):
     """One run; returns the job with the return of every episode and the step at which it ended."""
     torch.set_num_threads(1)
     bdpg.NUM_PROCESSES = 1  # the workers have the cores
     if job["arm"] == "shuffled gain":
         gaussian_kl = bdpg.gaussian_kl
         bdpg.gaussian_kl = lambda *given: shuffled(gaussian_kl(*given))
-    folder = Path(job["folder"]) / job["arm"].replace(" ", "-")
+    folder = folder / job["arm"].replace(" ", "-")
     folder.mkdir(exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=folder, prefix=f"{job['env']}-{job['seed']}-"))  # an interrupted run may have left one
     with open(folder / "log.txt", "w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
@@ -89,6 +89,9 @@ def run_job(job):
         except SystemExit as stop:  # a process that ends would never hand its result in
             raise RuntimeError(f"a run gave up; {folder / 'log.txt'} says why.") from stop
     (run_dir,) = folder.glob("*__bdpg_mujoco__*")
+    record = json.loads((run_dir / "run.json").read_text())
+    record["args"]["arm"] = job["arm"]  # or plot.py would take the shuffled arm for the other
+    (run_dir / "run.json").write_text(json.dumps(record, indent=2) + "\n")
     log = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
     return job | {"episodes": [(event.step, event.value) for event in log.Scalars("charts/episodic_return")]}
 
@@ -150,27 +153,29 @@ def report(jobs, args):
 
 
 def main(args):
-    if args.workers < 1 or args.eta <= 0 or not args.seeds:
-        fail("--workers must be at least 1, --eta above 0, and --seeds one number or more.")
+    if args.workers < 1 or args.eta <= 0 or not args.seeds or not args.envs:
+        fail("--workers must be at least 1, --eta above 0, and --seeds and --envs one or more.")
     unknown = [env for env in args.envs if env not in GOALS]
     if unknown:
         fail(f"{unknown[0]} is none of this study's tasks, which are {' and '.join(GOALS)}.")
-    common = dict(eta=args.eta, total_timesteps=args.total_timesteps, folder=str(args.output))
-    jobs = [dict(env=env, arm=arm, seed=seed, **common) for seed in args.seeds for env in args.envs for arm in ARMS]
+    settings = dict(eta=args.eta, total_timesteps=args.total_timesteps)
+    jobs = [dict(env=env, arm=arm, seed=seed, **settings) for seed in args.seeds for env in args.envs for arm in ARMS]
     for job in jobs:
         bdpg.check_args(script_args(job))
-    args.output.mkdir(parents=True, exist_ok=True)
+    for env in args.envs:
+        first_end = bdpg.Args.num_envs * gym.spec(env).max_episode_steps
+        if args.total_timesteps < first_end:
+            fail(f"--total-timesteps must be at least {first_end}, or no episode of {env} would end.")
+    make_folder(args.output)
     path = args.output / "finished.jsonl"
-    finished = load_jobs(path)
-    done = [job for job in finished if {key: value for key, value in job.items() if key != "episodes"} in jobs]
-    known = [{key: value for key, value in job.items() if key != "episodes"} for job in done]
-    jobs = [job for job in jobs if job not in known]
+    done = [job for job in load_jobs(path) if {key: job[key] for key in jobs[0]} in jobs]
+    jobs = [job for job in jobs if job not in [{key: other[key] for key in job} for other in done]]
     print(f"{len(jobs)} runs to do, {len(done)} done before", flush=True)
-    with multiprocessing.get_context("spawn").Pool(args.workers, maxtasksperchild=1) as pool, open(path, "a") as file:
-        for number, job in enumerate(pool.imap_unordered(run_job, jobs), start=1):
-            done.append(job)
-            print(json.dumps(job), file=file, flush=True)
-            print(f"{number}/{len(jobs)}  {job['env']}, {job['arm']}, seed {job['seed']}: {job['episodes'][-1][1]:.1f}", flush=True)
+    # In a process of its own, because the shuffled arm changes the script.
+    results = run_jobs(functools.partial(run_job, folder=args.output), jobs, args.workers, path, own_process=True)
+    for number, job in enumerate(results, start=1):
+        done.append(job)
+        print(f"{number}/{len(jobs)}  {job['env']}, {job['arm']}, seed {job['seed']}: {job['episodes'][-1][1]:.1f}", flush=True)
     report(done, args)
 
 

@@ -19,7 +19,7 @@ import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmark.common import fail
+from benchmark.common import fail, make_folder
 
 ROWS = {
     "charts/episodic_return": "score of 100 episodes",
@@ -59,7 +59,7 @@ def main(args):
         if set(ROWS) <= set(curves):
             tasks[f"{record['args']['env_id']}\n{Path(record['script']).stem}"].append((curves, record))
         else:
-            print(f"skipped {folder}: it has no scores yet", file=sys.stderr)
+            print(f"skipped {folder}: it has no log with scores (of kept copies benchmark/plot.py draws curves)", file=sys.stderr)
     if not tasks:
         fail(f"there is no run with results in {args.runs}.")
 
@@ -84,10 +84,10 @@ def main(args):
         row.set_ylabel(label)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=8, frameon=False)
 
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(args.output.with_suffix(".png"), dpi=110)
+    make_folder(args.output.parent)
+    figure.savefig(args.output.with_name(f"{args.output.name}.png"), dpi=110)
     header = ["task", "script", "seed", "steps", "score", "score_std", "explained_variance", "coverage_80"]
-    with open(args.output.with_suffix(".csv"), "w", newline="") as file:
+    with open(args.output.with_name(f"{args.output.name}.csv"), "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(header)
         writer.writerows([[f"{value:.4g}" if isinstance(value, float) else value for value in row] for row in table])

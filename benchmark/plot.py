@@ -29,7 +29,7 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmark.common import FREE, fail, table
+from benchmark.common import FREE, fail, make_folder, table
 
 SCORE = "charts/averaged_score"
 METHODS = {"bdpg": "BDPG", "ppo_wgan": "PPO+WGAN", "ppo_qr": "PPO+QR", "ppo_scalar": "PPO, scalar critic"}
@@ -129,10 +129,13 @@ def read_runs(folders):
 
 
 def keep(run, tags, folder):
-    """A copy of the run that is small enough for a repository."""
+    """A copy of the run that is small enough for a repository, with the tags that an earlier copy has."""
     folder = folder / run.folder.name
-    folder.mkdir(parents=True, exist_ok=True)
+    if folder.resolve() == run.folder.resolve():
+        fail(f"{folder.parent} holds these runs already; choose another folder for --keep.")
+    make_folder(folder)
     (folder / "run.json").write_text((run.folder / "run.json").read_text())
+    tags = dict.fromkeys([*tags, *(read_curves(folder) if (folder / KEPT).exists() else ())])
     rows = [(tag, f"{step:.0f}", f"{value:.5g}") for tag in tags if tag in run.curves for step, value in run.curves[tag].T]
     rows.append(("end", f"{run.end:.0f}", 0))  # which may be after the last averaged score
     with open(folder / KEPT, "w", newline="") as file:
@@ -165,8 +168,8 @@ def name_methods(runs):
 
 
 def spread(values):
-    """Standard deviation over runs; of a single one, 0."""
-    return values.std(0, ddof=1) if len(values) > 1 else 0 * values[0]
+    """Standard deviation over runs; a single one has none."""
+    return values.std(0, ddof=1) if len(values) > 1 else np.nan * values[0]
 
 
 def iqm(scores):
@@ -180,12 +183,17 @@ def resample(scores, rng):
     return scores[rng.integers(len(scores), size=(NUM_RESAMPLES, len(scores)))]
 
 
+def interval(resampled, tasks):
+    """The central 95 % of a bootstrap; nothing where no task has two runs, which all resamples would repeat."""
+    return np.quantile(resampled, [0.025, 0.975]) if any(len(scores) > 1 for scores in tasks) else (np.nan, np.nan)
+
+
 def iqm_interval(tasks):
     """IQM over all runs of all tasks, and its 95 % interval by the stratified bootstrap: tasks are fixed, runs are drawn within
     each (Agarwal et al. 2021). `tasks` has an array of scores for each task."""
     rng = np.random.default_rng(0)
     resampled = iqm(np.concatenate([resample(scores, rng) for scores in tasks], axis=1))
-    return iqm(np.concatenate(tasks)), *np.quantile(resampled, [0.025, 0.975])
+    return iqm(np.concatenate(tasks)), *interval(resampled, tasks)
 
 
 def improvement_interval(pairs):
@@ -197,7 +205,7 @@ def improvement_interval(pairs):
         return ((x > y) + 0.5 * (x == y)).mean((-2, -1))
 
     resampled = np.mean([wins(resample(x, rng), resample(y, rng)) for x, y in pairs], axis=0)
-    return np.mean([wins(x, y) for x, y in pairs]), *np.quantile(resampled, [0.025, 0.975])
+    return np.mean([wins(x, y) for x, y in pairs]), *interval(resampled, itertools.chain(*pairs))
 
 
 def normalise(env_id, scores):
@@ -251,7 +259,7 @@ def save(figure, path, header, rows):
         figure.savefig(path.with_name(f"{path.name}.{ending}"), dpi=200)
     plt.close(figure)
     with open(path.with_name(f"{path.name}.csv"), "w", newline="") as file:
-        csv.writer(file).writerows([header, *rows])
+        csv.writer(file).writerows([header, *(["" if cell != cell else cell for cell in row] for row in rows)])
     print(f"wrote {path}.png, .svg and .csv")
 
 
@@ -382,6 +390,8 @@ def short(env_id):
 
 def markdown(header, rows):
     def text(cell):
+        if cell != cell:
+            return ""
         return str(cell) if not isinstance(cell, float) else f"{cell:,.0f}" if 1000 <= abs(cell) < np.inf else f"{cell:.3g}"
 
     return table(header, [[text(cell) for cell in row] for row in rows])
@@ -396,19 +406,19 @@ def main(args):
         if not folder.is_dir():
             fail(f"there is no folder {folder}.")
     runs = read_runs(args.folders)
-    if args.keep is not None:
-        for run in runs:
-            keep(run, dict.fromkeys((SCORE, *args.tags)), args.keep)
     for tag in args.tags:
         known = sorted({known for run in runs for known in run.curves})
         if tag not in known:
             fail(f"no run has logged {tag}; did you mean {difflib.get_close_matches(tag, known, n=1, cutoff=0)[0]}?")
+    if args.keep is not None:
+        for run in runs:
+            keep(run, (SCORE, *args.tags), args.keep)
     methods = name_methods(runs)
     tasks = {
         env_id: [run for run in runs if run.args["env_id"] == env_id] for env_id in sorted({run.args["env_id"] for run in runs})
     }
     ends = {env_id: common_end(tasks[env_id]) for env_id in tasks}
-    args.output.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(args.output.parent)
     plt.rcParams.update({"font.size": 13, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "fixed"})
 
     def path(what):
@@ -424,8 +434,8 @@ def main(args):
         if any(len(by_method) > 1 for by_method in scores.values()):
             tables.append(draw_improvement(scores, methods, path("improvement")))
     text = "\n".join(markdown(header, rows) for header, rows in tables)
-    path("table").with_suffix(".md").write_text(text)
-    print(f"wrote {path('table')}.md:\n\n{text}")
+    path("table.md").write_text(text)
+    print(f"wrote {path('table.md')}:\n\n{text}")
 
 
 if __name__ == "__main__":

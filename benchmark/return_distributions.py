@@ -13,7 +13,6 @@ import csv
 import hashlib
 import itertools
 import json
-import multiprocessing
 import re
 import sys
 import time
@@ -22,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
+from typing import Literal, Optional
 
 import matplotlib
 
@@ -39,7 +38,7 @@ import bdpg_mujoco as bdpg
 import ppo_qr_atari as qr
 import ppo_wgan_mujoco as wgan
 from benchmark import ppo_scalar_mujoco as scalar
-from benchmark.common import fail, fill, load_jobs, table
+from benchmark.common import fail, fill, load_jobs, make_folder, run_jobs, table
 
 SCRIPTS = {"bdpg": bdpg, "wgan": wgan, "qr": qr, "scalar": scalar}
 NAMES = {"bdpg": "BDPG", "wgan": "PPO+WGAN", "qr": "PPO+QR", "scalar": "scalar"}
@@ -56,6 +55,7 @@ SWEEP = [("lambda", value) for value in (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 1.0)] +
 KEYS = ("critic", "process", "target", "gae_lambda", "seed", "epochs", "steps")  # of a job
 NUM_SAMPLES, NUM_FEATURES, END = 4096, 8, -1
 DOCS = Path(__file__).resolve().parent.parent / "docs"
+DEFAULT_OUTPUT = Path("runs/return_distributions")
 
 
 # --- reward processes ---
@@ -223,8 +223,8 @@ PROCESSES = {
 def update_bdpg(agent, optimizers, args, count, c, x, centre):
     model, s = agent.return_model, c.detach()
     joints, z_tilde, x_tilde, z_prime = bdpg.sample_joints(model, x, centre, s)
-    d_loss, _ = bdpg.discriminator_loss(model, joints, s, 8 * args.r1_coef if count % 8 == 0 else 0)
-    bdpg.descend(optimizers["discriminator"], d_loss, args.max_grad_norm)
+    d_loss, d_penalty, _ = bdpg.discriminator_loss(model, joints, s, 8 * args.r1_coef if count % 8 == 0 else 0)
+    bdpg.descend(optimizers["discriminator"], d_loss + d_penalty, args.max_grad_norm)
     bdpg.descend(optimizers["encoder and prior"], bdpg.encoder_prior_loss(model, joints, s), args.max_grad_norm)
     return sum(bdpg.generator_losses(model, x, x_tilde, z_tilde, z_prime, c, args.law_coef))
 
@@ -413,8 +413,9 @@ class Args:
     """one seed, three processes, target sr, 3,200 steps"""
     workers: int = 1
     """jobs at the same time, one thread each"""
-    output: Path = Path("runs/return_distributions")
-    """folder of finished jobs (jobs.jsonl; they are not done again), tables, figures and the data behind them"""
+    output: Optional[Path] = None
+    """folder of finished jobs (jobs.jsonl; they are not done again), tables, figures and the data behind them (default:
+    runs/return_distributions; with --write benchmark/results/return_distributions, whose jobs are in the repository)"""
     write: bool = False
     """write tables and figures into docs/ too"""
 
@@ -423,7 +424,7 @@ def plan(args):
     """The jobs, first those with the target that all critics have, each part seed by seed: an interrupted bench has its tables."""
     jobs = []
     for seed, process, critic in itertools.product(args.seeds, args.processes, args.critics):
-        sweep = process == "gaussian" and critic == "qr" and seed in args.seeds[:2] and not args.quick
+        sweep = process == "gaussian" and critic == "qr" and seed in (1, 2) and not args.quick
         for target, gae_lambda in dict.fromkeys(TARGETS[critic] + SWEEP * sweep):
             if target in args.targets:
                 values = (critic, process, target, gae_lambda, seed, args.epochs, args.steps)
@@ -461,7 +462,8 @@ def make_tables(jobs):
             for measure in ("w1", "mean_error", "std_ratio", "coverage", "seconds")
         )
         worst_w1, worst_mean, worst_modes = (over_states(everything, m, np.max) for m in ("w1", "mean_error", "mode_errors"))
-        summary.append([label, w1, worst_w1, mean, worst_mean, std, coverage, worst_modes, round(seconds)])
+        number = f"{len({job['process'] for job in everything})}, {len(everything)}"
+        summary.append([label, number, w1, worst_w1, mean, worst_mean, std, coverage, worst_modes, round(seconds)])
     for name in names:
         torch.manual_seed(0)
         floor = w1_distance(PROCESSES[name].draw(NUM_SAMPLES), PROCESSES[name]).mean().item()
@@ -471,7 +473,8 @@ def make_tables(jobs):
         some = select(jobs, process=name, critic="bdpg", target="sr", gae_lambda=0.95)
         inference += [[name, *(over_states(some, measure, np.mean) for measure in INFERENCE)]] if some else []
     seeds, epochs = ", ".join(map(str, sorted({job["seed"] for job in jobs}))), jobs[0]["epochs"]
-    header = "critic, target λ|W1|worst|error of mean|worst|std, model / true|coverage of 80 %|worst error of modes|CPU seconds"
+    header = "critic, target λ|processes, jobs|W1|worst|error of mean|worst|std, model / true|coverage of 80 %"
+    header += "|worst error of modes|CPU seconds"
     return "\n".join(
         [
             f"{len(jobs)} jobs of {jobs[0]['steps']:,} gradient steps, passes over a rollout: {epochs}, seeds {seeds}.\n",
@@ -515,7 +518,7 @@ def plot_densities(jobs, path):
                 rows += [[name, label, *values] for values in np.stack([edges[:-1], edges[1:], truth, model], 1).tolist()]
             axes[-1, j].set_xlabel("return")
             axes[0, j].set_title(NAMES[critic])
-        axes[i, 0].set(ylabel=name, ylim=(0, 1.6 * (truth / width).max()), yticks=[])
+        axes[i, 0].set(ylabel=name, ylim=(0, 1.6 * (truth / width).max()), yticks=[])  # a peak above that is cut off
     figure.supylabel("probability density", fontsize="medium")
     save(path, ["process", "critic", "from", "to", "truth", "model"], rows, figure, handles)
 
@@ -554,9 +557,12 @@ def plot_shrinkage(jobs, path):
         some = select(jobs, process="gaussian", critic=critic, target=target)
         points = sorted((job["gae_lambda"], *job["std_ratio"]) for job in some)
         style = dict(color=COLOURS[critic], marker=marker, mfc="white" if target == "sr" else COLOURS[critic])
-        (handles[f"{NAMES[critic]}, {target}"],) = axis.plot(*np.reshape(points, (-1, 2)).T, ls="", **style)
+        gae_lambda, ratio = np.reshape(points, (-1, 2)).T
+        beside = 0.012 if critic == "bdpg" else -0.012  # or one would hide the other
+        (handles[f"{NAMES[critic]}, {target}"],) = axis.plot(gae_lambda + beside, ratio, ls="", **style)
         rows += [[critic, target, *point, 1.0 if target == "sr" else shrinkage(point[0])] for point in points]
-    axis.set(xlabel="λ", ylabel="std of the model / of the return", ylim=(0, 1.3))
+    axis.set(xlabel="λ (PPO+QR's points are moved a little to the left, BDPG's to the right)", ylim=(0, 1.3))
+    axis.set_ylabel("std of the model / of the return")
     save(path, ["critic", "target", "gae_lambda", "std_ratio", "theory"], rows, figure, handles)
 
 
@@ -568,7 +574,7 @@ def report(jobs, args):
     save(folder / "return_distributions", [*KEYS, "state", *measures], rows)
     text = tables = make_tables(jobs)
     for plot, name, caption in (
-        (plot_densities, "density", "The law of one state of each process, and the critics' models of it"),
+        (plot_densities, "density", "The law of one state of each process, and the critics' models of it, all seeds together"),
         (plot_curves, "steps", "W1 against gradient steps"),
         (plot_shrinkage, "shrinkage", "Spread that is left of the gaussian process's return"),
     ):
@@ -594,9 +600,11 @@ def main(args):
         fail(
             "none of these critics is trained with these targets: --targets lambda is for bdpg, and for qr on the gaussian process."
         )
-    if args.write and args.epochs != 1:
-        fail("docs/return_distributions.md is about --epochs 1; leave --write away.")
-    args.output.mkdir(parents=True, exist_ok=True)
+    if args.write and (args.epochs, args.steps) != (Args.epochs, Args.steps):
+        fail(f"docs/return_distributions.md is about --epochs {Args.epochs} --steps {Args.steps}; leave --write away.")
+    if args.output is None:
+        args = replace(args, output=DOCS.parent / "benchmark/results/return_distributions" if args.write else DEFAULT_OUTPUT)
+    make_folder(args.output)
     path = args.output / "jobs.jsonl"
     finished = select(load_jobs(path), epochs=args.epochs, steps=args.steps)
     versions = {critic: version(critic) for critic in SCRIPTS}
@@ -606,15 +614,11 @@ def main(args):
     jobs = [job for job in plan(args) if not select(finished, **job)]
     print(f"{len(jobs)} jobs to do, {len(finished)} done before", flush=True)
     start = time.time()
-    pool = multiprocessing.get_context("spawn").Pool(args.workers) if args.workers > 1 else None
-    results = pool.imap_unordered(run_job, jobs) if pool else map(run_job, jobs)
-    with open(path, "a") as file:
-        for number, job in enumerate(results, start=1):
-            finished.append(job)
-            print(json.dumps(job), file=file, flush=True)
-            label = " ".join(str(job[key]) for key in KEYS[:-2])
-            left = (time.time() - start) / number * (len(jobs) - number) / 60
-            print(f"{number}/{len(jobs)}  {label}: W1 {np.mean(job['w1']):.3f}, {left:.0f} min left", flush=True)
+    for number, job in enumerate(run_jobs(run_job, jobs, args.workers, path), start=1):
+        finished.append(job)
+        label = " ".join(str(job[key]) for key in KEYS[:-2])
+        left = (time.time() - start) / number * (len(jobs) - number) / 60
+        print(f"{number}/{len(jobs)}  {label}: W1 {np.mean(job['w1']):.3f}, {left:.0f} min left", flush=True)
     report(finished, args)
 
 

@@ -117,7 +117,9 @@ class Args:
 
 def check_name(name, known, kind):
     if name not in known:
-        fail(f"there is no {kind} {name!r}; did you mean {difflib.get_close_matches(name, known, n=1, cutoff=0)[0]}?")
+        nearest = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else f"there are: {', '.join(known)}."
+        fail(f"there is no {kind} {name!r}; {hint}")
 
 
 # --- what to run ---
@@ -174,7 +176,10 @@ def choose_experiment(args):
         name, _, values = setting.partition("=")
         if not all(values.split(",")):
             fail(f"--set takes NAME=VALUE or NAME=VALUE,VALUE, not {setting!r}.")
-        settings[name.replace("_", "-")] = values.split(",")
+        name = name.replace("_", "-")
+        if name in settings:
+            fail(f"--set {name} is there twice; give all its values at once: {name}=VALUE,VALUE.")
+        settings[name] = list(dict.fromkeys(values.split(",")))
     for name in {"env-id", "seed", "total-timesteps", "run-dir", "resume"} & {*settings}:
         fail(f"--set {name} is not possible: --envs, --seeds, --total-timesteps and --run-dir do it for all runs.")
     for name in {name for _, own in experiment.methods.values() for name in own} & {*settings}:
@@ -271,15 +276,21 @@ class TrainingJob:
     """A run as a process. For local runs it is started from here; on a cluster submitit calls it on the job's machine."""
 
     def __init__(self, run, threads):
-        self.run, self.threads, self.process = run, threads, None
+        self.run, self.threads, self.process, self.not_started = run, threads, None, None
 
     def start(self):
+        try:
+            self.start_process()
+        except BlockingIOError:
+            self.not_started = "another process is at it"
+        except OSError as error:  # a full disk, say, must not stop the others
+            self.not_started = f"{error.strerror}: {error.filename}"
+        return self
+
+    def start_process(self):
         self.run.folder.mkdir(parents=True, exist_ok=True)
         with open(self.run.folder / "log.txt", "a") as log:
-            try:
-                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # inherited by the script: held for as long as it lives
-            except BlockingIOError:
-                return self
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # inherited by the script: held for as long as it lives
             command = self.run.command()
             print("$", shlex.join(command), file=log, flush=True)
             # A session of its own: Ctrl-C in the terminal then reaches the script once, from `stop`. SIGUSR2, by which Slurm
@@ -288,7 +299,6 @@ class TrainingJob:
             environment = os.environ | {"OMP_NUM_THREADS": str(self.threads)}
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
-        return self
 
     def done(self):
         return self.process is None or self.process.poll() is not None
@@ -300,7 +310,7 @@ class TrainingJob:
     def result(self):
         """None, or why the run is not finished."""
         if self.process is None:
-            return "another process is at it"
+            return self.not_started
         if self.process.returncode:
             return f"exit code {self.process.returncode}: {self.run.log_tail().splitlines()[-1]}"
 

@@ -15,7 +15,9 @@ import multiprocessing
 import os
 import platform
 import resource
+import shlex
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -51,6 +53,7 @@ SCRIPTS = {
 ENV_IDS = {"mujoco": "Hopper-v5", "atari": "BreakoutNoFrameskip-v4"}
 SWEEPS = {"num_envs": (4, 8, 16, 32, 64), "minibatch_size": (64, 128, 256, 512, 1024), "latent_dim": (1, 2, 8, 32)}
 PHASES = {"environments": "#0072B2", "rest of the rollout": "#56B4E9", "returns and targets": "#E69F00", "update": "#D55E00"}
+SB3_ROLLOUT = "#999999"  # with its environments: SB3 does not tell them apart
 
 
 @dataclass
@@ -270,19 +273,20 @@ def make_report(args, record):
 
 def plot_phases(task, results, path):
     """Where the time of a step goes, per script."""
-    labels = [label for label, runs in results.items() if set(runs[0]["phases"]) == set(PHASES)][::-1]
-    figure, axis = plt.subplots(figsize=(8, 1.4 + 0.45 * len(labels)), layout="constrained")
+    labels = [label for label, runs in results.items() if runs[0]["phases"]][::-1]
+    figure, axis = plt.subplots(figsize=(8, 1.6 + 0.45 * len(labels)), layout="constrained")
     left = [0.0] * len(labels)
-    for phase, colour in PHASES.items():
-        steps = [median(results[label], "steps_per_second") for label in labels]
-        shares = [
-            median(results[label], "phases", phase) / sum(median(results[label], "phases", p) for p in PHASES) for label in labels
-        ]
-        widths = [1e3 * share / speed for share, speed in zip(shares, steps, strict=True)]
-        axis.barh(labels, widths, left=left, color=colour, label=phase)
+    for phase, colour in {"rollout": SB3_ROLLOUT, **PHASES}.items():
+        widths = []
+        for label in labels:
+            seconds = {name: median(results[label], "phases", name) for name in results[label][0]["phases"]}
+            share = seconds.get(phase, 0) / sum(seconds.values())
+            widths.append(1e3 * share / median(results[label], "steps_per_second"))
+        if any(widths):
+            axis.barh(labels, widths, left=left, color=colour, label=phase)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axis.set(xlabel=f"milliseconds per step, {ENV_IDS[task]}")
-    figure.legend(loc="outside upper center", ncols=len(PHASES), frameon=False)
+    figure.legend(loc="outside upper center", ncols=3, frameon=False)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -302,6 +306,8 @@ def main(args):
     contenders = {label: contenders[label] for label in args.only or contenders}
     results, rates = compare(args, contenders)
     record = {
+        "command": shlex.join(["python", *sys.argv]),
+        "git": subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip() or None,
         "task": args.task,
         "env_id": ENV_IDS[args.task],
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
@@ -313,6 +319,7 @@ def main(args):
     text = make_report(args, record)
     print(f"\n{text}")
     if args.write:
+        text = f"`{record['command']}`, commit `{(record['git'] or 'unknown')[:7]}`.\n\n{text}"
         folder = ROOT / "benchmark" / "results"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"speed_{args.task}.json").write_text(json.dumps(record, indent=1) + "\n")
@@ -322,4 +329,8 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    try:
+        main(tyro.cli(Args, description=__doc__))
+    except KeyboardInterrupt:
+        print("stopped; nothing was written", file=sys.stderr)
+        raise SystemExit(130) from None

@@ -8,7 +8,9 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import gymnasium as gym
 import pytest
 import torch
 from conftest import ATARI, MUJOCO, SCRIPTS, read_scalars, short_args, spy
@@ -132,6 +134,29 @@ def test_missing_wandb(tmp_path, capsys, monkeypatch):
     assert "pip install wandb" in common_error(SCRIPTS, lambda script: short_args(script, tmp_path, track=True), capsys)
 
 
+def test_wandb_that_refuses(tmp_path, capsys, monkeypatch):
+    class Error(Exception):
+        pass
+
+    def init(**options):
+        raise Error("api_key not configured (no-tty).\nmore")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Error=Error))
+    for name in SCRIPTS:  # each in a folder of its own
+        message = common_error([name], lambda script, name=name: short_args(script, tmp_path / name, track=True), capsys)
+        assert "api_key not configured (no-tty)." in message and "wandb login" in message and "more" not in message
+
+
+def test_video_of_a_task_that_cannot_be_drawn(tmp_path, capsys, monkeypatch):
+    def render(env):
+        raise RuntimeError("no OpenGL here\nmore")
+
+    monkeypatch.setattr(gym.make("Hopper-v5").unwrapped.__class__, "render", render)
+    message = common_error(MUJOCO, lambda script: short_args(script, tmp_path, env_id="Hopper-v5", capture_video=True), capsys)
+    assert "Hopper-v5 cannot be drawn here (no OpenGL here)" in message
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("names, env_id", [(ATARI, "PongNoFrameskip-v4"), (MUJOCO, "InvertedPendulum-v5")])
 def test_missing_moviepy(tmp_path, capsys, monkeypatch, names, env_id):
     for module in [name for name in sys.modules if name.partition(".")[0] == "moviepy"] + ["moviepy"]:
@@ -143,9 +168,9 @@ def test_missing_moviepy(tmp_path, capsys, monkeypatch, names, env_id):
 def test_run_folder_that_cannot_be_made(tmp_path, capsys):
     """Below a regular file, where not even root can make a folder."""
     (tmp_path / "file").write_text("")
-    for capture_video in (False, True):
+    for names, capture_video in ((SCRIPTS, False), (ATARI, True)):
         args = dict(run_dir=tmp_path / "file" / "runs", capture_video=capture_video)
-        message = common_error(SCRIPTS, lambda script, args=args: short_args(script, **args), capsys)
+        message = common_error(names, lambda script, args=args: short_args(script, **args), capsys)
         assert "--run-dir" in message and str(tmp_path / "file") in message
 
 

@@ -96,7 +96,9 @@ def forked(monkeypatch, lazy_disk):
 
 def start(run_dir, options, settings=()):
     """The runner's exit code."""
-    return run.main(tyro.cli(run.Args, args=[*options.split(), "--set", *TINY, *settings, "--run-dir", str(run_dir)]))
+    values = dict(item.split("=") for item in [*TINY, *settings])
+    settings = [f"{name}={value}" for name, value in values.items()]
+    return run.main(tyro.cli(run.Args, args=[*options.split(), "--set", *settings, "--run-dir", str(run_dir)]))
 
 
 def refusal(capsys, options):
@@ -268,6 +270,8 @@ def test_estimate_is_steps_over_speed_and_workers(capsys, tmp_path, monkeypatch)
         ("--scripts bdpg_mujoco.py --envs Hopper-v5 --set eta=much", "does not take eta=much"),
         ("--scripts bdpg_mujoco.py --envs Hopper-v5 --set eta=0.1,-1", "--eta must be"),
         ("--scripts bdpg_mujoco.py --envs Hopper-v5 --set eta", "NAME=VALUE"),
+        ("--scripts bdpg_mujoco.py --envs Hopper-v5 --set eta=0 eta=1", "eta=VALUE,VALUE"),
+        ("--scripts ppo_wgan_mujoco.py --envs Hopper-v5 --set zzz=1", "there are: env-id, "),
         ("--scripts bdpg_mujoco.py --envs Hopper-v5 --set seed=1", "--seeds"),
         ("--scripts bdpg_mujoco.py --envs Hopper-v5 --seeds -1", "--seed must lie"),
         ("--scripts bdpg_mujoco.py --envs Hopper-v5 --total-timesteps 0", "--total-timesteps 0 is less"),
@@ -311,6 +315,14 @@ def test_a_failed_run_does_not_stop_the_others(tmp_path, forked, capsys):
     with pytest.raises(SystemExit, match="2"):
         start(tmp_path, options, ["learning-rate=1e30,3e-4", "gamma=0.9"])
     assert "gamma was 0.99" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_fails_its_run_alone(tmp_path, forked, capsys):
+    (tmp_path / "runs" / "bdpg_mujoco" / "Pendulum-v1").mkdir(parents=True)
+    (tmp_path / "runs" / "bdpg_mujoco" / "Pendulum-v1" / "seed-1").write_text("a file where the folder should be")
+    code = start(tmp_path / "runs", "--scripts bdpg_mujoco.py --envs Pendulum-v1 --seeds 1 2 --total-timesteps 64")
+    out, err = capsys.readouterr()
+    assert code == 1 and "1 of 2 runs are finished" in out and "seed 1: " in err and "seed-1" in err and "Traceback" not in err
 
 
 def test_a_run_that_another_process_is_at_is_left_alone(tmp_path, forked, capsys):
@@ -474,6 +486,16 @@ def test_runs_of_scripts_with_other_arguments_are_told_apart(tmp_path):
     assert plot.name_methods(plot.read_runs([tmp_path])) == ["BDPG, law_coef 0.0", "BDPG, law_coef 4.0", "BDPG, law_coef None"]
 
 
+def test_a_single_run_has_no_interval(tmp_path):
+    write_run(tmp_path, [1.0, 2.0], eta=0.1)
+    write_run(tmp_path, [3.0, 4.0], script="ppo_qr_atari.py")
+    plotted(tmp_path, tmp_path / "figure.v1")
+    for row in read_csv(tmp_path / "figure.v1_scores.csv"):
+        assert float(row["mean"]) == float(row["IQM"]) > 0 and row["std"] == row["95 % from"] == row["to"] == ""
+    assert "| all tasks | PPO+QR > BDPG" not in (text := (tmp_path / "figure.v1_table.md").read_text())
+    assert "| BDPG > PPO+QR | 1 | 0 |  |  |" in text and "nan" not in text
+
+
 def test_methods_without_a_common_task_are_not_compared(tmp_path):
     write_run(tmp_path, [1.0], env_id="FreewayNoFrameskip-v4", eta=0.1)
     write_run(tmp_path, [1.0], script="ppo_qr_atari.py")
@@ -534,6 +556,13 @@ def test_kept_runs_are_small_and_give_the_same_pictures(tmp_path, capsys):
         "charts/averaged_score,3000,8",
         "end,3700,0",
     ]
+    plotted(tmp_path / "runs", tmp_path / "again", "--tags", "losses/policy", "--keep", str(tmp_path / "kept"))
+    more = files[0].read_text().splitlines()
+    plotted(tmp_path / "runs", tmp_path / "again", "--keep", str(tmp_path / "kept"))  # takes no curve away
+    assert sorted(files[0].read_text().splitlines()) == sorted(more) and "losses/policy,3700,0.5" in more
+    with pytest.raises(SystemExit):
+        plotted(tmp_path / "kept", tmp_path / "again", "--keep", str(tmp_path / "kept"))
+    assert "holds these runs already" in capsys.readouterr().err and files[0].read_text().count("\n") == len(more)
     files[0].write_text("".join(files[0].read_text().splitlines(keepends=True)[:3]) + "broken")
     assert len(plot.read_curves(files[0].parent)["charts/averaged_score"][0]) == 2
     assert f"skipped the end of {files[0]}" in capsys.readouterr().err

@@ -88,7 +88,6 @@ def test_learner_state_is_identical_at_the_resume_point(script, monkeypatch, tmp
 
     def first_reset(envs, seed):
         assert_same(torch.get_rng_state(), saved["rng"])
-        assert seed == 3 + 2 * envs.num_envs  # not the episodes of the beginning once more
         raise Reached
 
     monkeypatch.setattr(script, "reset_envs", first_reset)
@@ -188,12 +187,33 @@ def test_total_timesteps_may_grow(script, monkeypatch, tmp_path):
 
 
 @on_mujoco
-def test_environments_of_a_resumed_run_have_new_seeds(script, monkeypatch, tmp_path):
+def test_environments_of_other_runs_and_of_resumed_ones_have_other_seeds(script, monkeypatch, tmp_path):
     resets = spy(monkeypatch, script, "reset_envs")
     script.train(tiny_args(script, tmp_path, 1))
     resume(script, monkeypatch, run_folder(tmp_path), "--total-timesteps", 2 * BATCH)
-    first, second = (set(range(seed, seed + TINY["num_envs"])) for (_, seed), _ in resets)  # environment i gets seed + i
-    assert first == {3, 4} and not first & second
+    script.train(tiny_args(script, tmp_path / "4", 1, seed=4))
+    seeds = [seed + i for (_, seed), _ in resets for i in range(TINY["num_envs"])]  # environment i gets seed + i
+    assert len(set(seeds)) == len(seeds) == 3 * TINY["num_envs"]
+    assert all(0 <= seed < 2**31 for seed in seeds)  # what ALE takes
+    script.train(tiny_args(script, tmp_path / "again", 1))
+    assert resets[3][0][1] == resets[0][0][1]
+
+
+@on_mujoco
+def test_going_back_to_an_older_checkpoint_leaves_the_later_ones_behind(script, monkeypatch, tmp_path):
+    """Else the next --resume of the folder would go on from what was given up."""
+    script.train(tiny_args(script, tmp_path, 3, save_every=1))
+    folder = run_folder(tmp_path)
+    oldest, *later = sorted(folder.glob("checkpoint-*.pt"))
+    given_up = later[-1].read_bytes()
+    monkeypatch.setattr(script, "STOP_SIGNALS", [signal.SIGINT])  # stops after one iteration
+    with pytest.raises(SystemExit):
+        resume(script, monkeypatch, oldest)
+    assert load(newest(folder))["iteration"] == 2 and oldest.exists()
+    assert later[-1].with_suffix(".abandoned").read_bytes() == given_up  # nothing is lost
+    with pytest.raises(SystemExit):
+        resume(script, monkeypatch, folder, "--total-timesteps", 5 * BATCH)
+    assert load(newest(folder))["iteration"] == 3
 
 
 def test_a_stop_in_the_last_iteration_is_no_early_stop(mujoco, monkeypatch, tmp_path, capsys):

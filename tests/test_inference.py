@@ -111,7 +111,7 @@ def losses_of_a_minibatch(bdpg, agent, args, n=8):
     policy_loss, _, _ = bdpg.ppo_loss(log_prob, log_prob.detach() - 0.05 * torch.randn(n), advantages, args)
     regression = sum(bdpg.generator_losses(model, x, x_tilde, z_tilde, z_prime, c, law_coef=1.0))
     return {
-        "discriminator": bdpg.discriminator_loss(model, joints, c.detach(), args.r1_coef)[0],
+        "discriminator": sum(bdpg.discriminator_loss(model, joints, c.detach(), args.r1_coef)[:2]),
         "encoder and prior": bdpg.encoder_prior_loss(model, joints, c.detach()),
         "policy, trunk and generator": policy_loss - 0.01 * policy.entropy().mean() + args.vf_coef * regression,
         "ppo alone": policy_loss,
@@ -208,7 +208,8 @@ def test_adversarial_losses_are_cross_entropies(bdpg):
     with torch.no_grad():
         generated, inferred = (model.discriminate(joint, c) for joint in joints)
     d_generated, d_inferred = (1 / (1 + np.exp(-logits.double().numpy())) for logits in (generated, inferred))
-    loss, accuracy = bdpg.discriminator_loss(model, joints, c, r1_coef=0.0)
+    loss, penalty, accuracy = bdpg.discriminator_loss(model, joints, c, r1_coef=0.0)
+    assert penalty == 0 and bdpg.discriminator_loss(model, joints, c, r1_coef=1.0)[0] == loss
     assert loss.item() == pytest.approx(-np.mean(np.log(d_generated)) - np.mean(np.log(1 - d_inferred)), rel=1e-5)
     assert accuracy.item() == pytest.approx((np.mean(d_generated > 0.5) + np.mean(d_inferred < 0.5)) / 2)
     fooled = -np.mean(np.log(1 - d_generated)) - np.mean(np.log(d_inferred))
@@ -223,7 +224,7 @@ def test_slope_penalty_of_a_known_discriminator(bdpg, monkeypatch):
     monkeypatch.setattr(model.discriminator, "forward", lambda rows, c: ((rows * w).sum(-1) + q * rows[..., 0] ** 2)[..., None])
     slopes = w.expand(2, 16, 3).clone()
     slopes[..., 0] += 2 * q * joints[..., 0]
-    penalty = bdpg.discriminator_loss(model, joints, c, 0.5)[0] - bdpg.discriminator_loss(model, joints, c, 0.0)[0]
+    penalty = bdpg.discriminator_loss(model, joints, c, 0.5)[1]
     torch.testing.assert_close(penalty, 0.5 * (slopes**2).sum(-1).mean())
 
 
@@ -231,7 +232,7 @@ def test_slope_penalty_of_the_network_by_finite_differences(bdpg):
     agent, _, _ = make_agent(bdpg)
     model = agent.return_model.double()
     joints, c, step = torch.randn(2, 6, 3).double(), torch.randn(6, agent.trunk.output_dim).double(), 1e-6
-    penalty = bdpg.discriminator_loss(model, joints, c, 1.0)[0] - bdpg.discriminator_loss(model, joints, c, 0.0)[0]
+    penalty = bdpg.discriminator_loss(model, joints, c, 1.0)[1]
     with torch.no_grad():
         shifts = step * torch.eye(3).double()
         slopes = [(model.discriminate(joints + s, c) - model.discriminate(joints - s, c)) / (2 * step) for s in shifts]

@@ -224,6 +224,7 @@ def test_results_go_into_the_page_and_nothing_else_changes(tmp_path, monkeypatch
     (tmp_path / "figures").mkdir()
     page = tmp_path / "return_distributions.md"
     page.write_text("before\n<!-- results -->\nold\n<!-- end -->\nafter\n")
+    monkeypatch.setattr(bench.Args, "steps", 160)
     args = bench.Args(
         critics=("bdpg",), processes=("uniform",), targets=("sr",), seeds=(1,), steps=160, output=tmp_path, write=True
     )
@@ -267,6 +268,8 @@ def test_every_job_is_planned_once():
         {"seeds": ()},
         {"critics": ("qr",), "processes": ("fork",), "targets": ("lambda",)},
         {"epochs": 10, "write": True},
+        {"steps": 320, "write": True},
+        {"quick": True, "write": True},
     ],
 )
 def test_wrong_arguments_are_refused_in_a_sentence(tmp_path, capsys, wrong):

@@ -1,0 +1,92 @@
+"""What the tools of benchmark/ share: jobs that are never lost, whatever ends them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmark import common
+
+ROOT = Path(__file__).parent.parent
+STUDY = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from benchmark.common import run_jobs
+
+def double(job):
+    time.sleep(job["sleep"])
+    return job | {{"twice": 2 * job["n"]}}
+
+if __name__ == "__main__":
+    jobs = [{{"n": 1, "sleep": 0}}, {{"n": 2, "sleep": 0}}, {{"n": 3, "sleep": 60}}, {{"n": 4, "sleep": 60}}]
+    try:
+        for result in run_jobs(double, jobs, 2, Path("jobs.jsonl")):
+            print(result["n"], flush=True)
+    except KeyboardInterrupt:
+        raise SystemExit(130)
+"""
+
+
+def children_of(pid):
+    """Processes whose parent it is, by number."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+        except OSError:  # ended meanwhile
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(status.parent.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
+@pytest.mark.parametrize("number, to_group", [(signal.SIGINT, True), (signal.SIGTERM, False)])
+def test_a_signal_ends_the_workers_too_and_keeps_what_is_done(tmp_path, number, to_group):
+    (tmp_path / "study.py").write_text(STUDY.format(root=str(ROOT)))
+    options = dict(cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    with subprocess.Popen([sys.executable, "study.py"], **options) as study:
+        assert {study.stdout.readline(), study.stdout.readline()} == {"1\n", "2\n"}
+        workers = children_of(study.pid)
+        assert len(workers) >= 2
+        (os.killpg if to_group else os.kill)(study.pid, number)  # Ctrl-C reaches all processes of a terminal, `kill` one
+        _, err = study.communicate(timeout=20)
+    assert study.returncode == 130 and "Traceback" not in err, err
+    deadline = time.time() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.time() < deadline, "a worker lives on"
+        time.sleep(0.05)
+    assert sorted(job["twice"] for job in common.load_jobs(tmp_path / "jobs.jsonl")) == [2, 4]
+
+
+def test_two_calls_do_not_do_the_same_jobs(tmp_path, capsys):
+    path = tmp_path / "jobs.jsonl"
+    first = common.run_jobs(lambda job: job, [{"n": 1}, {"n": 2}], 1, path)
+    assert next(first) == {"n": 1}
+    with pytest.raises(SystemExit, match="2"):
+        next(common.run_jobs(lambda job: job, [{"n": 1}], 1, path))
+    assert "another process is at the jobs" in capsys.readouterr().err
+    assert list(first) == [{"n": 2}] and common.load_jobs(path) == [{"n": 1}, {"n": 2}]
+
+
+def test_a_damaged_line_is_named_and_a_half_written_one_taken_out(tmp_path, capsys):
+    path = tmp_path / "jobs.jsonl"
+    path.write_text(json.dumps({"n": 1}) + "\n" + json.dumps({"n": 2})[:4])
+    assert common.load_jobs(path) == [{"n": 1}] and path.read_text() == '{"n": 1}\n'
+    path.write_text('{"n": 1}\n<<<<<<< HEAD\n{"n": 2}\n')
+    with pytest.raises(SystemExit, match="2"):
+        common.load_jobs(path)
+    assert "line 2 of" in capsys.readouterr().err and "HEAD" in path.read_text()
+
+
+def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match="2"):
+        common.make_folder(tmp_path / "file" / "below")
+    assert "cannot be made (Not a directory)" in capsys.readouterr().err
