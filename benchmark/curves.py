@@ -21,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmark.common import fail, make_folder
 
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"]  # Okabe and Ito, for all eyes
 ROWS = {
     "charts/episodic_return": "score of 100 episodes",
     "return_model/explained_variance": "explained variance",
@@ -63,6 +64,7 @@ def main(args):
     if not tasks:
         fail(f"there is no run with results in {args.runs}.")
 
+    plt.rcParams.update({"font.size": 13, "axes.prop_cycle": plt.cycler(color=COLOURS)})
     figure, axes = plt.subplots(
         len(ROWS), len(tasks), figsize=(1 + 3.2 * len(tasks), 7), sharex="col", squeeze=False, layout="constrained"
     )

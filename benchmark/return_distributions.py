@@ -492,7 +492,7 @@ def save(path, header, rows, figure=None, handles=None):
         csv.writer(file).writerows([header, *cells])
     if figure:
         figure.legend(
-            handles.values(), handles.keys(), loc="outside lower center", ncols=int(figure.get_figwidth() // 1.9), frameon=False
+            handles.values(), handles.keys(), loc="outside lower center", ncols=int(figure.get_figwidth() // 2.5), frameon=False
         )
         figure.savefig(path.with_suffix(".png"), dpi=130)
         plt.close(figure)
@@ -550,24 +550,24 @@ def shrinkage(gae_lambda, gamma=0.99):
 
 
 def plot_shrinkage(jobs, path):
-    figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
+    figure, axis = plt.subplots(figsize=(7, 5), layout="constrained")
     grid, handles, rows = np.linspace(0, 1, 501), {}, []
     (handles["theory, lambda"],) = axis.plot(grid, shrinkage(grid), color="black")
-    for critic, target, marker in (("bdpg", "lambda", "o"), ("bdpg", "sr", "^"), ("qr", "lambda", "s"), ("qr", "sr", "v")):
+    # BDPG's marks are small and full, PPO+QR's large and hollow: neither hides the other.
+    for critic, target, marker in (("qr", "lambda", "s"), ("qr", "sr", "v"), ("bdpg", "lambda", "o"), ("bdpg", "sr", "^")):
         some = select(jobs, process="gaussian", critic=critic, target=target)
         points = sorted((job["gae_lambda"], *job["std_ratio"]) for job in some)
-        style = dict(color=COLOURS[critic], marker=marker, mfc="white" if target == "sr" else COLOURS[critic])
-        gae_lambda, ratio = np.reshape(points, (-1, 2)).T
-        beside = 0.012 if critic == "bdpg" else -0.012  # or one would hide the other
-        (handles[f"{NAMES[critic]}, {target}"],) = axis.plot(gae_lambda + beside, ratio, ls="", **style)
+        style = dict(color=COLOURS[critic], marker=marker, ms=6, clip_on=False)
+        style |= dict(ms=11, mfc="none", mew=1.5) if critic == "qr" else {}
+        (handles[f"{NAMES[critic]}, {target}"],) = axis.plot(*np.reshape(points, (-1, 2)).T, ls="", **style)
         rows += [[critic, target, *point, 1.0 if target == "sr" else shrinkage(point[0])] for point in points]
-    axis.set(xlabel="λ (PPO+QR's points are moved a little to the left, BDPG's to the right)", ylim=(0, 1.3))
-    axis.set_ylabel("std of the model / of the return")
+    axis.set(xlabel="λ", ylabel="std of the model / of the return", ylim=(0, 1.3))
     save(path, ["critic", "target", "gae_lambda", "std_ratio", "theory"], rows, figure, handles)
 
 
 def report(jobs, args):
     """Tables, figures and the data behind them."""
+    plt.rcParams.update({"font.size": 13})  # legible at half the width
     folder = DOCS / "figures" if args.write else args.output
     measures = ("w1", "mean_error", "std_ratio", "coverage")
     rows = [[*(job[k] for k in KEYS), i, *(job[m][i] for m in measures)] for job in jobs for i in range(len(job["w1"]))]

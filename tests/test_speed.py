@@ -33,6 +33,18 @@ def plain_gae(rewards, g, next_g, terminations, dones, gamma, gae_lambda, k):
     return advantages
 
 
+def with_larger_epsilon(make_optimizers):
+    """Adam divides by sqrt(v) + ε: where gradients are as small as its ε of 1e-5, their rounding errors are as large as a step."""
+
+    def make(agent, args):
+        optimizers = make_optimizers(agent, args)
+        for group in (group for optimizer in optimizers.values() for group in optimizer.param_groups):
+            group["eps"] = 1e-3
+        return optimizers
+
+    return make
+
+
 def plain_optimizers(make_optimizers):
     """Each with its parameters one by one, instead of as a vector."""
 
@@ -58,6 +70,7 @@ def plain_descend(optimizer, loss, max_grad_norm):
 
 
 def test_three_iterations_of_the_fast_code_equal_the_plain_ones(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "make_optimizers", with_larger_epsilon(script.make_optimizers))
     fast = script.train(short_args(script, tmp_path / "fast")).state_dict()
     monkeypatch.setattr(script, "make_optimizers", plain_optimizers(script.make_optimizers))
     monkeypatch.setattr(script, "descend", plain_descend)
@@ -69,7 +82,7 @@ def test_three_iterations_of_the_fast_code_equal_the_plain_ones(script, tmp_path
         monkeypatch.setattr(script, "VectorEnv", gym.vector.SyncVectorEnv)
     plain = script.train(short_args(script, tmp_path / "plain")).state_dict()
     for name, value in plain.items():
-        torch.testing.assert_close(fast[name], value, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(fast[name], value, rtol=1e-3, atol=5e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
 # --- the tool ---
