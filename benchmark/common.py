@@ -58,13 +58,15 @@ def run_jobs(function, jobs, workers, path, own_process=False):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             fail(f"another process is at the jobs of {path}.")
-        handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # which raises KeyboardInterrupt
         pool, results = None, map(function, jobs)
         if workers > 1 or own_process:
             ignore_ctrl_c = (signal.SIGINT, signal.SIG_IGN)
+            handler = signal.signal(*ignore_ctrl_c)  # for the workers from their first moment on, and for those that come later
             tasks = 1 if own_process else None
             pool = multiprocessing.get_context("spawn").Pool(workers, signal.signal, ignore_ctrl_c, maxtasksperchild=tasks)
+            signal.signal(signal.SIGINT, handler)
             results = pool.imap_unordered(function, jobs)
+        handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # which raises KeyboardInterrupt
         try:
             for result in results:
                 print(json.dumps(result), file=file, flush=True)

@@ -14,7 +14,7 @@ from benchmark import common
 
 ROOT = Path(__file__).parent.parent
 STUDY = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from benchmark.common import run_jobs
@@ -24,6 +24,7 @@ def double(job):
     return job | {{"twice": 2 * job["n"]}}
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with Ctrl-C ignored
     jobs = [{{"n": 1, "sleep": 0}}, {{"n": 2, "sleep": 0}}, {{"n": 3, "sleep": 60}}, {{"n": 4, "sleep": 60}}]
     try:
         for result in run_jobs(double, jobs, 2, Path("jobs.jsonl")):

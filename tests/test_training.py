@@ -26,7 +26,7 @@ METRICS = {
 OWN_METRICS = {
     "bdpg": {
         *(f"losses/{name}" for name in ("discriminator", "encoder_prior", "law_matching")),
-        *(f"losses/{name}" for name in ("discriminator_accuracy", "encoder_prior_grad_norm")),
+        *(f"losses/{name}" for name in ("discriminator_accuracy", "discriminator_penalty", "encoder_prior_grad_norm")),
         *(f"return_model/{name}" for name in ("prior_mean_abs", "encoder_std_min", "residual_scale")),
     },
     "ppo_wgan": {"losses/critic", "losses/critic_w1", "losses/mean_matching", "return_model/residual_scale"},
