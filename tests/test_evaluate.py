@@ -280,6 +280,7 @@ def test_bad_options(hopper, tmp_path, capsys):
     assert "--episodes must be at least 1, not 0." in fails(capsys, hopper, episodes=0)
     assert "--video-steps" in fails(capsys, hopper, video_steps=0)
     assert "--seed" in fails(capsys, hopper, seed=-1)
+    assert "--seed must be less than 2**30" in fails(capsys, hopper, seed=2**31)  # ALE takes no more
     for output in ("nowhere/e.json", "e.mp4", "."):
         assert "cannot be written" in fails(capsys, hopper, output=tmp_path / output)
 
