@@ -265,7 +265,8 @@ def make_envs(args, video_dir):
             envs.envs[0].reset()
             envs.envs[0].render()
         except Exception as error:  # without OpenGL each backend fails in its own way
-            fail(f"{args.env_id} cannot be drawn here ({str(error).splitlines()[0]}); leave --capture-video away.")
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            fail(f"{args.env_id} cannot be drawn here ({reason}); leave --capture-video away.")
     return envs
 
 
