@@ -248,7 +248,8 @@ def plan(args):
                 runs.append(Run(folder.parts[-3], script, env_id, seed, folder, tuple(arguments), steps))
         for env_id in experiment.envs:  # the script itself knows best what it can play
             module.make_envs(dataclasses.replace(parsed, env_id=env_id, num_envs=1), None).close()
-    return runs
+    # Seed by seed, and the methods of a task one after another: an experiment that is stopped early has something of everything.
+    return sorted(runs, key=lambda run: (experiment.seeds.index(run.seed), experiment.envs.index(run.env_id)))
 
 
 def show_plan(runs, workers, threads, with_commands):

@@ -227,6 +227,12 @@ def test_presets_are_the_experiments_of_the_paper(preset, number, methods, envs,
     assert not list(tmp_path.iterdir())
 
 
+def test_runs_go_seed_by_seed_so_that_what_is_stopped_early_can_be_compared(tmp_path):
+    args = run.Args(preset="mujoco-figure", envs=("Swimmer-v5", "Hopper-v5"), seeds=(2, 1), run_dir=tmp_path)
+    order = [(item.seed, item.env_id, item.method) for item in run.plan(args)]
+    assert order == list(itertools.product((2, 1), ("Swimmer-v5", "Hopper-v5"), ("bdpg-naive", "ppo-wgan")))
+
+
 def test_all_combinations_are_run_with_their_arguments(mujoco, tmp_path):
     settings = ("eta=0,0.1", "u_bar=10,inf", "anneal-lr=false")
     args = run.Args(scripts=("bdpg_mujoco.py",), envs=("Pendulum-v1",), seeds=(7,), set=settings, run_dir=tmp_path)
