@@ -12,6 +12,7 @@ import functools
 import json
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,9 +65,9 @@ class Args:
     workers: int = 1
     """runs at the same time, one thread each"""
     output: Path = Path("runs/curiosity-study")
-    """folder of the runs, of finished.jsonl (what is in it is not run again), and of curiosity.md, .png and .csv"""
+    """folder of the runs, of finished.jsonl (what is in it is not run again), and of curiosity.md, .png, .svg and .csv"""
     write: bool = False
-    """write curiosity.md, .png and .csv to benchmark/results/ instead"""
+    """write curiosity.md, .png, .svg and .csv to benchmark/results/ instead"""
 
 
 def shuffled(gains):
@@ -93,7 +94,8 @@ def run_job(job, folder):
     record["args"]["arm"] = job["arm"]  # or plot.py would take the shuffled arm for the other
     (run_dir / "run.json").write_text(json.dumps(record, indent=2) + "\n")
     log = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
-    return job | {"episodes": [(event.step, event.value) for event in log.Scalars("charts/episodic_return")]}
+    episodes = [(event.step, event.value) for event in log.Scalars("charts/episodic_return")]
+    return job | {"episodes": episodes, "git": record["git"], "versions": record["versions"], "hours": time.process_time() / 3600}
 
 
 def script_args(job, **rest):
@@ -131,8 +133,8 @@ def report(jobs, args):
                 continue
             curves = np.array([curve(job, grid) for job in runs])
             mean, std = curves.mean(0), curves.std(0)
-            axis.plot(grid, mean, color=colour, label=arm)
-            axis.fill_between(grid, mean - std, mean + std, color=colour, alpha=0.15, lw=0)
+            axis.plot(grid / 1000, mean, color=colour, label=arm)
+            axis.fill_between(grid / 1000, mean - std, mean + std, color=colour, alpha=0.15, lw=0)
             rows += [
                 [env, arm, job["seed"], *values]
                 for job, line in zip(runs, curves, strict=True)
@@ -142,14 +144,19 @@ def report(jobs, args):
             reached = [step for step in first if step is not None]
             median = f"{np.median(reached):,.0f}" if reached else ""
             lines.append([env, arm, len(runs), interval(curves[:, -1]), len(reached), median])
-        axis.set(title=env, xlabel="environment steps", ylabel="return, last 20 episodes")
+        axis.set(title=env, xlabel="environment steps (thousands)", ylabel="return, last 20 episodes")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=len(ARMS), frameon=False)
-    figure.savefig(folder / "curiosity.png", dpi=130)
+    for suffix in ("png", "svg"):
+        figure.savefig(folder / f"curiosity.{suffix}", dpi=130)
     plt.close(figure)
     with open(folder / "curiosity.csv", "w", newline="") as file:
         csv.writer(file).writerows([["env", "arm", "seed", "step", "return"], *rows])
-    (folder / "curiosity.md").write_text(table(header, lines))
-    print(f"{table(header, lines)}\nwrote {folder / 'curiosity.md'}, .png and .csv")
+    made_with = [f"commit `{git and git[:7]}`" for git in dict.fromkeys(job["git"] for job in jobs)]
+    made_with += dict.fromkeys(", ".join(f"{name} {version}" for name, version in job["versions"].items()) for job in jobs)
+    made_with.append(f"{sum(job['hours'] for job in jobs):.1f} hours of one core")
+    text = table(header, lines) + f"\nη = {args.eta:g}, {args.total_timesteps:,} steps; {'; '.join(made_with)}.\n"
+    (folder / "curiosity.md").write_text(text)
+    print(f"{text}\nwrote {folder / 'curiosity.md'}, .png, .svg and .csv")
 
 
 def main(args):

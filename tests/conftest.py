@@ -20,6 +20,7 @@ SCRIPTS = BDPG + WGAN + QR
 ATARI = [name for name in SCRIPTS if name.endswith("_atari")]
 MUJOCO = [name for name in SCRIPTS if name.endswith("_mujoco")]
 torch.set_num_threads(1)  # bit-identical sums whatever the machine, and no fight for its cores
+os.environ["OMP_NUM_THREADS"] = "1"  # the same for the programs that tests start
 # Cut after 7 steps, so that a short run sees truncated episodes inside its rollouts.
 gym.register("ShortPendulum-v0", "gymnasium.envs.classic_control:PendulumEnv", max_episode_steps=7)
 gym.register("ShortHopper-v0", "gymnasium.envs.mujoco.hopper_v5:HopperEnv", max_episode_steps=18)

@@ -352,8 +352,7 @@ def test_nothing_is_saved_once_a_loss_is_not_finite(script, monkeypatch, tmp_pat
 
 def start(*options):
     command = [sys.executable, str(ROOT / "bdpg_mujoco.py"), "--no-cuda", "--save-every", "1", *map(str, options)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def fresh_options(folder, **overrides):

@@ -51,6 +51,7 @@ def test_in_miniature_and_again(tmp_path, capsys):
     assert all(step % 3200 == 0 for runs in episodes.values() for step, _ in runs)  # 16 episodes of 200 steps at once
     for arm in curiosity.ARMS:
         assert f"| SparsePendulum-v0 | {arm} | 1 |" in out
+    assert f"commit `{str(finished[0]['git'])[:7]}`; python " in out and "hours of one core." in out
     assert (tmp_path / "curiosity.png").stat().st_size > 5000
     assert (tmp_path / "curiosity.csv").read_text().count("\n") == 1 + 3 * 100
     moved = tmp_path.rename(tmp_path.with_name("moved"))
@@ -64,7 +65,8 @@ def test_in_miniature_and_again(tmp_path, capsys):
     curiosity.main(args)
     assert "1 runs to do, 2 done before" in capsys.readouterr().out
     again = [json.loads(line) for line in (tmp_path / "finished.jsonl").read_text().splitlines()]
-    assert again == [*finished[:2], finished[2]]  # the same run again, bit for bit
+    assert again == [*finished[:2], finished[2] | {"hours": again[2]["hours"]}]  # the same run again, bit for bit
+    assert all(0 < 3600 * job["hours"] < 600 for job in again)
 
 
 def test_a_run_that_gives_up_does_not_hang_the_study(tmp_path, monkeypatch):
