@@ -110,7 +110,7 @@ class Args:
 
     # --- BDPG ---
     eta: float = 0.1
-    """initial curiosity coefficient η >= 0 of η·sqrt(log t / t); 0 is the paper's "BDPG naive" and computes nothing of it"""
+    """initial curiosity coefficient η >= 0 of η·sqrt(log t / t); 0 is the paper's "BDPG naive", which has no information gain"""
     u_bar: float = 100.0
     """cap ū > 0 on the information gain of a step, in nats; inf for none"""
     latent_dim: int = 2
@@ -213,7 +213,7 @@ def reset_envs(envs, seed):
 def step_envs(envs, actions):
     """One step. Returns observations, rewards, terminations, truncations, last observations of ended episodes, episode ends."""
     obs, rewards, terminations, truncations, infos = envs.step(actions)
-    # A lost life lowers the count; at the end of a game it is that of the next game already, which is never lower.
+    # A lost life lowers the count; after the last one the count is already the next game's, which is not lower.
     game_over = truncations | (terminations & (infos["lives"] >= envs.lives))
     envs.lives = infos["lives"]
     if envs.video_dir is not None:
@@ -412,7 +412,7 @@ class ReturnModel(nn.Module):
         return self.generate(self.sample_latent(prior_mean.expand(num_samples, *prior_mean.shape)), c)
 
     def centre(self, c):
-        """b(s) = G(E[z|s], s), which returns are seen relative to; the rollout's b(s) serves until the next."""
+        """b(s) = G(E[z|s], s), the reference that is subtracted from returns; computed once per rollout."""
         return self.generate(self.prior(c), c)
 
     def relative(self, x, centre):
@@ -739,7 +739,7 @@ def train(args):
         if iterations_done >= num_iterations:
             fail(f"this run is complete at {global_step} steps; to go on, give a larger --total-timesteps.")
     writer, record = start_run(args, run_dir, global_step)
-    if args.resume is not None:  # from here the run takes another way than any later checkpoint
+    if args.resume is not None:  # training branches off here: later checkpoints are set aside
         for later in run_dir.glob("checkpoint-*.pt"):
             if later.name > path.name:
                 later.rename(later.with_suffix(".abandoned"))
@@ -801,7 +801,7 @@ def train(args):
                 rewards = raw_rewards.sign()
 
             # --- returns, advantages and Bellman targets (lines 6, 8-11) ---
-            # The networks did not change during the rollout, so what it needs of them beside actions is had here, all at once.
+            # The networks did not change during the rollout, so all it needs of them but the actions is computed here in one batch.
             log_probs = agent.policy(obs, embeddings).log_prob(actions)
             last_embedding = agent.trunk(next_obs)
             samples = model.sample(torch.cat([embeddings, last_embedding.unsqueeze(0)]), args.num_return_samples)
@@ -811,13 +811,13 @@ def train(args):
                 c = agent.trunk(agent.observe(np.stack(final_obs), learn=False))
                 next_samples[:, steps, indices] = model.sample(c, args.num_return_samples)
             g, next_g = samples[0], next_samples[0]
-            ends = (terminations, dones, args.gamma, args.gae_lambda, k)
+            gae_args = (terminations, dones, args.gamma, args.gae_lambda, k)
             if args.target == "sr":
-                x = sr_targets(rewards, next_g, *ends)
+                x = sr_targets(rewards, next_g, *gae_args)  # line 11
             else:
-                x = k_step_gae(rewards, g, next_g, *ends) + g
+                x = k_step_gae(rewards, g, next_g, *gae_args) + g  # line 11
 
-            # --- curiosity (lines 12-13, Eqs. 13-14) ---
+            # --- curiosity (BDPG: lines 12-13, Eqs. 13-14) ---
             policy_rewards = rewards
             # BDPG:
             centre = model.centre(embeddings)
@@ -832,7 +832,7 @@ def train(args):
                     policy_rewards = rewards + eta_t * ((u - agent.u_stats.mean) / agent.u_stats.std).float()
                 agent.u_stats.update(u.flatten())
 
-            advantages = k_step_gae(policy_rewards, samples.mean(0), next_samples.mean(0), *ends)
+            advantages = k_step_gae(policy_rewards, samples.mean(0), next_samples.mean(0), *gae_args)  # lines 10 and 13
 
             some = torch.randperm(batch_size, device=device)[:256]
             some_c, some_x = embeddings.flatten(0, 1)[some], x.flatten()[some]
@@ -860,7 +860,7 @@ def train(args):
                 c = agent.trunk(o)  # the only trunk pass
                 losses = {}
                 # BDPG:
-                s = c.detach()  # the adversarial networks take the trunk's output and never train it
+                s = c.detach()  # the state as the adversarial networks take it: they never train the trunk
                 joints, z_tilde, x_tilde, z_prime = sample_joints(model, x, b, s)  # lines 15-16
                 # The penalty on D's slope every eighth time, eightfold: as good, and cheaper.
                 r1_coef = 8 * args.r1_coef if (updates_before + len(history)) % 8 == 0 else 0
@@ -937,7 +937,7 @@ def train(args):
     if STOP_SIGNALS and iteration < num_iterations:
         print(f"stopped early; to go on: {resume_command}")
         raise SystemExit(128 + STOP_SIGNALS[0])
-    return agent
+    return agent  # line 21
 
 
 if __name__ == "__main__":

@@ -198,7 +198,7 @@ def reset_envs(envs, seed):
 def step_envs(envs, actions):
     """One step. Returns observations, rewards, terminations, truncations, last observations of ended episodes, episode ends."""
     obs, rewards, terminations, truncations, infos = envs.step(actions)
-    # A lost life lowers the count; at the end of a game it is that of the next game already, which is never lower.
+    # A lost life lowers the count; after the last one the count is already the next game's, which is not lower.
     game_over = truncations | (terminations & (infos["lives"] >= envs.lives))
     envs.lives = infos["lives"]
     if envs.video_dir is not None:
@@ -609,7 +609,7 @@ def train(args):
         if iterations_done >= num_iterations:
             fail(f"this run is complete at {global_step} steps; to go on, give a larger --total-timesteps.")
     writer, record = start_run(args, run_dir, global_step)
-    if args.resume is not None:  # from here the run takes another way than any later checkpoint
+    if args.resume is not None:  # training branches off here: later checkpoints are set aside
         for later in run_dir.glob("checkpoint-*.pt"):
             if later.name > path.name:
                 later.rename(later.with_suffix(".abandoned"))
@@ -671,7 +671,7 @@ def train(args):
                 rewards = raw_rewards.sign()
 
             # --- returns, advantages and Bellman targets (lines 6, 8-11) ---
-            # The networks did not change during the rollout, so what it needs of them beside actions is had here, all at once.
+            # The networks did not change during the rollout, so all it needs of them but the actions is computed here in one batch.
             log_probs = agent.policy(obs, embeddings).log_prob(actions)
             last_embedding = agent.trunk(next_obs)
             samples = model.sample(torch.cat([embeddings, last_embedding.unsqueeze(0)]), args.num_return_samples)
@@ -681,15 +681,15 @@ def train(args):
                 c = agent.trunk(agent.observe(np.stack(final_obs), learn=False))
                 next_samples[:, steps, indices] = model.sample(c, args.num_return_samples)
             g, next_g = samples[0], next_samples[0]
-            ends = (terminations, dones, args.gamma, args.gae_lambda, k)
+            gae_args = (terminations, dones, args.gamma, args.gae_lambda, k)
             if args.target == "sr":
-                x = sr_targets(rewards, next_g, *ends)
+                x = sr_targets(rewards, next_g, *gae_args)  # line 11
             else:
-                x = k_step_gae(rewards, g, next_g, *ends) + g
+                x = k_step_gae(rewards, g, next_g, *gae_args) + g  # line 11
 
-            # --- curiosity (lines 12-13, Eqs. 13-14) ---
+            # --- curiosity (BDPG: lines 12-13, Eqs. 13-14) ---
             policy_rewards = rewards
-            advantages = k_step_gae(policy_rewards, samples.mean(0), next_samples.mean(0), *ends)
+            advantages = k_step_gae(policy_rewards, samples.mean(0), next_samples.mean(0), *gae_args)  # lines 10 and 13
 
             some = torch.randperm(batch_size, device=device)[:256]
             some_c, some_x = embeddings.flatten(0, 1)[some], x.flatten()[some]
@@ -769,7 +769,7 @@ def train(args):
     if STOP_SIGNALS and iteration < num_iterations:
         print(f"stopped early; to go on: {resume_command}")
         raise SystemExit(128 + STOP_SIGNALS[0])
-    return agent
+    return agent  # line 21
 
 
 if __name__ == "__main__":

@@ -50,11 +50,11 @@ def collect(script, agent, envs, run_args, rollouts, seed):
         for t, i, final in cut_short:
             next_g[t, i] = model.sample(agent.trunk(agent.observe(final[None], learn=False)), 1)[0, 0]
         rewards = (rewards / scale).clamp(-10, 10).float()
-        ends = (terminations, dones, run_args.gamma, run_args.gae_lambda, run_args.bootstrap_length or run_args.num_steps)
+        gae_args = (terminations, dones, run_args.gamma, run_args.gae_lambda, run_args.bootstrap_length or run_args.num_steps)
         x = (
-            script.sr_targets(rewards, next_g, *ends)
+            script.sr_targets(rewards, next_g, *gae_args)
             if run_args.target == "sr"
-            else script.k_step_gae(rewards, g, next_g, *ends) + g
+            else script.k_step_gae(rewards, g, next_g, *gae_args) + g
         )
         collected.append((obs, x, model.sample(embeddings, 64).mean(0)))
     return [torch.cat(values) for values in zip(*collected, strict=True)]

@@ -3,13 +3,13 @@
 python benchmark/ppo_scalar_mujoco.py
 """
 
-import contextlib  # MuJoCo: for an orderly end
+import contextlib  # MuJoCo: environments in other processes
 import ctypes
 import difflib
 import importlib.util
 import json
 import math
-import multiprocessing  # MuJoCo: that step environments
+import multiprocessing  # MuJoCo: likewise
 import os
 import platform
 import re
@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-import warnings  # MuJoCo: its own go there
+import warnings  # MuJoCo: receives the simulator's
 from collections import deque
 from dataclasses import asdict, dataclass
 from importlib.metadata import distributions
@@ -154,7 +154,7 @@ class VectorEnv(gym.vector.SyncVectorEnv):
 
 
 # MuJoCo:
-NUM_PROCESSES = torch.get_num_threads()  # that step environments: OMP_NUM_THREADS, or as many as there are cores
+NUM_PROCESSES = torch.get_num_threads()  # for stepping environments: OMP_NUM_THREADS, or as many as there are cores
 
 
 # MuJoCo:
@@ -266,7 +266,7 @@ def make_envs(args, video_dir):
             envs.envs[0].render()
         except Exception as error:  # without OpenGL each backend fails in its own way
             reason = (str(error) or type(error).__name__).splitlines()[0]
-            fail(f"{args.env_id} cannot be drawn here ({reason}); leave --capture-video away.")
+            fail(f"{args.env_id} cannot be drawn here ({reason}); omit --capture-video.")
     return envs
 
 
@@ -687,7 +687,7 @@ def train(args):
         if iterations_done >= num_iterations:
             fail(f"this run is complete at {global_step} steps; to go on, give a larger --total-timesteps.")
     writer, record = start_run(args, run_dir, global_step)
-    if args.resume is not None:  # from here the run takes another way than any later checkpoint
+    if args.resume is not None:  # training branches off here: later checkpoints are set aside
         for later in run_dir.glob("checkpoint-*.pt"):
             if later.name > path.name:
                 later.rename(later.with_suffix(".abandoned"))
@@ -744,7 +744,7 @@ def train(args):
             rewards = (raw_rewards / agent.reward_stats.std).clamp(-10, 10).float()
 
             # --- returns, advantages and Bellman targets (lines 6, 8-11) ---
-            # The networks did not change during the rollout, so what it needs of them beside actions is had here, all at once.
+            # The networks did not change during the rollout, so all it needs of them but the actions is computed here in one batch.
             embeddings = agent.trunk(obs)  # MuJoCo: of the return model alone
             log_probs = agent.policy(obs, embeddings).log_prob(actions)
             last_embedding = agent.trunk(next_obs)
@@ -755,15 +755,15 @@ def train(args):
                 c = agent.trunk(agent.observe(np.stack(final_obs), learn=False))
                 next_samples[:, steps, indices] = model.sample(c, args.num_return_samples)
             g, next_g = samples[0], next_samples[0]
-            ends = (terminations, dones, args.gamma, args.gae_lambda, k)
+            gae_args = (terminations, dones, args.gamma, args.gae_lambda, k)
             if args.target == "sr":
-                x = sr_targets(rewards, next_g, *ends)
+                x = sr_targets(rewards, next_g, *gae_args)  # line 11
             else:
-                x = k_step_gae(rewards, g, next_g, *ends) + g
+                x = k_step_gae(rewards, g, next_g, *gae_args) + g  # line 11
 
-            # --- curiosity (lines 12-13, Eqs. 13-14) ---
+            # --- curiosity (BDPG: lines 12-13, Eqs. 13-14) ---
             policy_rewards = rewards
-            advantages = k_step_gae(policy_rewards, samples.mean(0), next_samples.mean(0), *ends)
+            advantages = k_step_gae(policy_rewards, samples.mean(0), next_samples.mean(0), *gae_args)  # lines 10 and 13
 
             some = torch.randperm(batch_size, device=device)[:256]
             some_c, some_x = embeddings.flatten(0, 1)[some], x.flatten()[some]
@@ -843,7 +843,7 @@ def train(args):
     if STOP_SIGNALS and iteration < num_iterations:
         print(f"stopped early; to go on: {resume_command}")
         raise SystemExit(128 + STOP_SIGNALS[0])
-    return agent
+    return agent  # line 21
 
 
 if __name__ == "__main__":

@@ -311,11 +311,11 @@ def train(critic, process, target, gae_lambda, seed, epochs, steps):
             embeddings = agent.trunk(features)[visited]
             samples = model.sample(embeddings, 1)[0]  # x uses one sample; the script averages more of them for its policy alone
             g, next_g = samples[:-1], samples[1:]
-            ends = (dones, dones, process.gamma, gae_lambda, args.num_steps)
+            gae_args = (dones, dones, process.gamma, gae_lambda, args.num_steps)
             if target == "sr":
-                x = script.sr_targets(rewards, next_g, *ends)
+                x = script.sr_targets(rewards, next_g, *gae_args)
             else:
-                x = script.k_step_gae(rewards, g, next_g, *ends) + g
+                x = script.k_step_gae(rewards, g, next_g, *gae_args) + g
             if critic in ("bdpg", "wgan"):
                 centre = model.centre(embeddings[:-1])
                 model.track_residuals(x - centre)
@@ -573,10 +573,12 @@ def report(jobs, args):
     rows = [[*(job[k] for k in KEYS), i, *(job[m][i] for m in measures)] for job in jobs for i in range(len(job["w1"]))]
     save(folder / "return_distributions", [*KEYS, "state", *measures], rows)
     text = tables = make_tables(jobs)
+    of_density = "The law of one state of each process (conditional: state 4, else the first) and the critics' models of it, averaged"
+    of_density += " over seeds; 0.95 is λ, and peaks above 1.6 times the law's are cut off"
     for plot, name, caption in (
-        (plot_densities, "density", "The law of one state of each process, and the critics' models of it, all seeds together"),
-        (plot_curves, "steps", "W1 against gradient steps"),
-        (plot_shrinkage, "shrinkage", "Spread that is left of the gaussian process's return"),
+        (plot_densities, "density", of_density),
+        (plot_curves, "steps", "W1, averaged over states, against gradient steps"),
+        (plot_shrinkage, "shrinkage", "Spread that is left of the gaussian process's return, a mark for each seed"),
     ):
         if plot == plot_densities and {job["critic"] for job in jobs} == {"scalar"}:
             continue  # it has none
@@ -601,7 +603,7 @@ def main(args):
             "none of these critics is trained with these targets: --targets lambda is for bdpg, and for qr on the gaussian process."
         )
     if args.write and (args.epochs, args.steps) != (Args.epochs, Args.steps):
-        fail(f"docs/return_distributions.md is about --epochs {Args.epochs} --steps {Args.steps}; leave --write away.")
+        fail(f"docs/return_distributions.md is about --epochs {Args.epochs} --steps {Args.steps}; omit --write.")
     if args.output is None:
         args = replace(args, output=DOCS.parent / "benchmark/results/return_distributions" if args.write else DEFAULT_OUTPUT)
     make_folder(args.output)

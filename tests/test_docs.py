@@ -53,3 +53,13 @@ def test_every_logged_metric_is_explained(script):
     assert len(tags) > 9
     missing = [tag for tag in tags if f"`{tag}`" not in page]
     assert not missing, missing
+
+
+def test_python_of_the_docs_runs_as_it_stands(trained, capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "evaluate.md").read_text(), re.S)
+    names = {}
+    exec(code.replace("runs/NAME", str(trained["bdpg_mujoco"])), names)
+    assert names["returns"].shape == (1000, 2) and names["returns"].std() > 0
+    low, middle, high = names["returns"].quantile(names["torch"].tensor([0.1, 0.5, 0.9]), 0)
+    assert (low < middle).all() and (middle < high).all()
+    assert capsys.readouterr().out.startswith("tensor([[")
