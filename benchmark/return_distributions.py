@@ -573,8 +573,8 @@ def report(jobs, args):
     rows = [[*(job[k] for k in KEYS), i, *(job[m][i] for m in measures)] for job in jobs for i in range(len(job["w1"]))]
     save(folder / "return_distributions", [*KEYS, "state", *measures], rows)
     text = tables = make_tables(jobs)
-    of_density = "The law of one state of each process (conditional: state 4, else the first) and the critics' models of it, averaged"
-    of_density += " over seeds; 0.95 is λ, and peaks above 1.6 times the law's are cut off"
+    of_density = "The law of one state of each process (conditional: state 4, else the first) and the critics' models of it,"
+    of_density += " averaged over seeds; 0.95 is λ, and peaks above 1.6 times the law's are cut off"
     for plot, name, caption in (
         (plot_densities, "density", of_density),
         (plot_curves, "steps", "W1, averaged over states, against gradient steps"),
