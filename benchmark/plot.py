@@ -31,7 +31,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmark.common import FREE, fail, make_folder, table
 
-SCORE = "charts/averaged_score"
+SCORE, SPEED = "charts/averaged_score", "charts/steps_per_second"
 METHODS = {"bdpg": "BDPG", "ppo_wgan": "PPO+WGAN", "ppo_qr": "PPO+QR", "ppo_scalar": "PPO, scalar critic"}
 # Scores of a random player and of a human tester after up to 30 no-ops: Wang et al. 2016, "Dueling network architectures", raw
 # scores in the appendix; the same numbers are in DeepMind's dqn_zoo/atari_data.py.
@@ -64,7 +64,7 @@ class Args:
     maps_at: tuple[int, ...] = ()
     """instead of curves, maps over k and ū of the scores at these steps"""
     keep: Optional[Path] = None
-    """also copy the runs into this folder, a few kilobytes each (run.json, the curves of --tags), where they can be plotted from"""
+    """also copy the runs into this folder, where they can be plotted from: run.json, and the curves of --tags and of the speed"""
 
 
 def note(message):
@@ -115,7 +115,7 @@ def read_runs(folders):
         if SCORE not in curves:
             note(f"skipped {path.parent}: it has no averaged score yet")
             continue
-        run = SimpleNamespace(folder=path.parent, script=script, args=args, curves=curves)
+        run = SimpleNamespace(folder=path.parent, record=record, script=script, args=args, curves=curves)
         run.end = max(curve[0, -1] for curve in curves.values())
         key = (script, json.dumps(identity(args) | {name: args[name] for name in ("env_id", "seed")}, sort_keys=True))
         runs.setdefault(key, []).append(run)
@@ -244,8 +244,8 @@ def final_scores(runs, end, share, methods):
 
 
 def panels(number, columns, width=3.1, height=2.9):
-    columns = min(columns, number)
     rows = -(-number // columns)
+    columns = -(-number // rows)  # six panels in two rows of three, not in one of four and one of two
     size = (0.6 + width * columns, 0.8 + height * rows)
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
     for axis in axes.flat[number:]:
@@ -397,6 +397,17 @@ def markdown(header, rows):
     return table(header, [[text(cell) for cell in row] for row in rows])
 
 
+def made_with(runs):
+    """How many runs, of what seeds, commits and versions, and how long they took as far as they have logged their speed."""
+    seeds = sorted({run.args["seed"] for run in runs})
+    commits = dict.fromkeys(str(run.record.get("git"))[:7] for run in runs)
+    versions = dict.fromkeys(" ".join(item) for run in runs for item in run.record.get("versions", {}).items())
+    hours = [run.end / run.curves[SPEED][1, -1] / 3600 for run in runs if SPEED in run.curves]
+    parts = [f"{len(runs)} runs, seeds {', '.join(map(str, seeds))}", f"commits {', '.join(commits)}", ", ".join(versions)]
+    parts.append(f"{np.mean(hours):.2g} hours a run, mean of {len(hours)}" if hours else "")
+    return "; ".join(filter(None, parts)) + "."
+
+
 def main(args):
     if not 0 < args.final <= 1:
         fail(f"--final must lie in (0, 1], not {args.final}.")
@@ -412,7 +423,7 @@ def main(args):
             fail(f"no run has logged {tag}; did you mean {difflib.get_close_matches(tag, known, n=1, cutoff=0)[0]}?")
     if args.keep is not None:
         for run in runs:
-            keep(run, (SCORE, *args.tags), args.keep)
+            keep(run, (SCORE, SPEED, *args.tags), args.keep)
     methods = name_methods(runs)
     tasks = {
         env_id: [run for run in runs if run.args["env_id"] == env_id] for env_id in sorted({run.args["env_id"] for run in runs})
@@ -420,6 +431,7 @@ def main(args):
     ends = {env_id: common_end(tasks[env_id]) for env_id in tasks}
     make_folder(args.output.parent)
     plt.rcParams.update({"font.size": 13, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "fixed"})
+    plt.rcParams["axes.titlesize"] = "medium"  # long names of tasks fit
 
     def path(what):
         return args.output.with_name(f"{args.output.name}_{what}")
@@ -433,7 +445,7 @@ def main(args):
         tables = [draw_scores(scores, methods, path("scores"))]
         if any(len(by_method) > 1 for by_method in scores.values()):
             tables.append(draw_improvement(scores, methods, path("improvement")))
-    text = "\n".join(markdown(header, rows) for header, rows in tables)
+    text = "\n".join(markdown(header, rows) for header, rows in tables) + f"\n{made_with(runs)}\n"
     path("table.md").write_text(text)
     print(f"wrote {path('table.md')}:\n\n{text}")
 

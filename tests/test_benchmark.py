@@ -577,6 +577,30 @@ def test_kept_runs_are_small_and_give_the_same_pictures(tmp_path, capsys):
     assert "no run has logged losses/polcy; did you mean losses/policy?" in capsys.readouterr().err
 
 
+def test_the_table_says_what_the_runs_were_made_with(tmp_path):
+    for seed, speed in ((1, 50.0), (3, 100.0)):
+        folder = write_run(tmp_path / "runs", [1.0, 2.0], seed=seed, eta=0.1)
+        record = json.loads((folder / "run.json").read_text())
+        record |= {"git": "abcdef0123", "versions": {"python": "3.11.7", "torch": "2.13.0"}}
+        (folder / "run.json").write_text(json.dumps(record))
+        with SummaryWriter(folder) as writer:
+            writer.add_scalar("charts/steps_per_second", speed, 3600)
+    plotted(tmp_path / "runs", tmp_path / "figure", "--keep", str(tmp_path / "kept"))
+    last_line = (tmp_path / "figure_table.md").read_text().splitlines()[-1]
+    # 3,600 steps at 50 and at 100 a second are 0.02 and 0.01 hours.
+    assert last_line == "2 runs, seeds 1, 3; commits abcdef0; python 3.11.7, torch 2.13.0; 0.015 hours a run, mean of 2."
+    plotted(tmp_path / "kept", tmp_path / "again")
+    assert (tmp_path / "again_table.md").read_text().endswith(f"\n{last_line}\n")
+
+
+@pytest.mark.parametrize("number, rows, columns", [(1, 1, 1), (4, 1, 4), (5, 2, 3), (6, 2, 3), (8, 2, 4), (9, 3, 3)])
+def test_panels_fill_their_rows(number, rows, columns):
+    figure, axes = plot.panels(number, columns=4)
+    grid = axes[0].get_gridspec()
+    assert (len(figure.axes), grid.nrows, grid.ncols) == (number, rows, columns)
+    plot.plt.close(figure)
+
+
 @pytest.mark.parametrize(
     "options, words",
     [(["nowhere"], "no folder"), (["."], "no run with scores"), ([".", "--final", "0"], "--final"), ([], "give the folder")],
