@@ -25,10 +25,19 @@ def test_line_references_point_at_the_quoted_code(page):
         assert code in lines[int(line) - 1], f"{page.name}: {code!r} is not on line {line} of {file}"
 
 
+def anchors(page):
+    """What GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
-def test_linked_files_exist(page):
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
-        assert target.startswith("http") or (page.parent / target).exists(), f"{page.name} links to {target}"
+def test_links_lead_somewhere(page):
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
+        if not target.startswith("http"):
+            file = page.parent / target if target else page
+            assert file.exists(), f"{page.name} links to {target}"
+            assert not anchor or file.suffix != ".md" or anchor in anchors(file), f"{page.name} links to {target}#{anchor}"
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
