@@ -13,8 +13,9 @@ import json
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Optional
 
 import gymnasium as gym
 import matplotlib
@@ -64,10 +65,11 @@ class Args:
     """of each run"""
     workers: int = 1
     """runs at the same time, one thread each"""
-    output: Path = Path("runs/curiosity-study")
-    """folder of the runs, of finished.jsonl (what is in it is not run again), and of curiosity.md, .png, .svg and .csv"""
+    output: Optional[Path] = None
+    """folder of finished.jsonl (what is in it is not run again), of curiosity.md, .png, .svg and .csv, and of the runs (default:
+    runs/curiosity-study; with --write benchmark/results/curiosity, which is in the repository but for the runs)"""
     write: bool = False
-    """write curiosity.md, .png, .svg and .csv to benchmark/results/ instead"""
+    """go on with the results that are in the repository"""
 
 
 def shuffled(gains):
@@ -81,8 +83,8 @@ def run_job(job, folder):
     if job["arm"] == "shuffled gain":
         gaussian_kl = bdpg.gaussian_kl
         bdpg.gaussian_kl = lambda *given: shuffled(gaussian_kl(*given))
-    folder = folder / job["arm"].replace(" ", "-")
-    folder.mkdir(exist_ok=True)
+    folder = folder / "runs" / job["arm"].replace(" ", "-")
+    folder.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=folder, prefix=f"{job['env']}-{job['seed']}-"))  # an interrupted run may have left one
     with open(folder / "log.txt", "w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
         try:
@@ -94,7 +96,7 @@ def run_job(job, folder):
     record["args"]["arm"] = job["arm"]  # or plot.py would take the shuffled arm for the other
     (run_dir / "run.json").write_text(json.dumps(record, indent=2) + "\n")
     log = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
-    episodes = [(event.step, event.value) for event in log.Scalars("charts/episodic_return")]
+    episodes = [(event.step, float(f"{event.value:.5g}")) for event in log.Scalars("charts/episodic_return")]
     return job | {"episodes": episodes, "git": record["git"], "versions": record["versions"], "hours": time.process_time() / 3600}
 
 
@@ -119,8 +121,6 @@ def interval(values, resamples=10_000):
 
 def report(jobs, args):
     """A table and a figure of what is finished, and the curves behind them."""
-    folder = ROOT / "benchmark" / "results" if args.write else args.output
-    folder.mkdir(parents=True, exist_ok=True)
     grid = np.linspace(0, args.total_timesteps, 101)[1:]
     envs = [env for env in args.envs if any(job["env"] == env for job in jobs)]
     figure, axes = plt.subplots(1, len(envs), figsize=(4.2 * len(envs), 3.6), squeeze=False, layout="constrained")
@@ -136,9 +136,9 @@ def report(jobs, args):
             axis.plot(grid / 1000, mean, color=colour, label=arm)
             axis.fill_between(grid / 1000, mean - std, mean + std, color=colour, alpha=0.15, lw=0)
             rows += [
-                [env, arm, job["seed"], *values]
+                [env, arm, job["seed"], f"{step:.0f}", f"{value:.5g}"]
                 for job, line in zip(runs, curves, strict=True)
-                for values in zip(grid, line, strict=True)
+                for step, value in zip(grid, line, strict=True)
             ]
             first = [next((step for step, value in job["episodes"] if value > GOALS[env]), None) for job in runs]
             reached = [step for step in first if step is not None]
@@ -147,16 +147,16 @@ def report(jobs, args):
         axis.set(title=env, xlabel="environment steps (thousands)", ylabel="return, last 20 episodes")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=len(ARMS), frameon=False)
     for suffix in ("png", "svg"):
-        figure.savefig(folder / f"curiosity.{suffix}", dpi=130)
+        figure.savefig(args.output / f"curiosity.{suffix}", dpi=130)
     plt.close(figure)
-    with open(folder / "curiosity.csv", "w", newline="") as file:
+    with open(args.output / "curiosity.csv", "w", newline="") as file:
         csv.writer(file).writerows([["env", "arm", "seed", "step", "return"], *rows])
     made_with = [f"commit `{git and git[:7]}`" for git in dict.fromkeys(job["git"] for job in jobs)]
     made_with += dict.fromkeys(", ".join(f"{name} {version}" for name, version in job["versions"].items()) for job in jobs)
     made_with.append(f"{sum(job['hours'] for job in jobs):.1f} hours of one core")
     text = table(header, lines) + f"\nη = {args.eta:g}, {args.total_timesteps:,} steps; {'; '.join(made_with)}.\n"
-    (folder / "curiosity.md").write_text(text)
-    print(f"{text}\nwrote {folder / 'curiosity.md'}, .png, .svg and .csv")
+    (args.output / "curiosity.md").write_text(text)
+    print(f"{text}\nwrote {args.output / 'curiosity.md'}, .png, .svg and .csv")
 
 
 def main(args):
@@ -173,6 +173,8 @@ def main(args):
         first_end = bdpg.Args.num_envs * gym.spec(env).max_episode_steps
         if args.total_timesteps < first_end:
             fail(f"--total-timesteps must be at least {first_end}, or no episode of {env} would end.")
+    if args.output is None:
+        args = replace(args, output=ROOT / "benchmark/results/curiosity" if args.write else Path("runs/curiosity-study"))
     make_folder(args.output)
     path = args.output / "finished.jsonl"
     done = [job for job in load_jobs(path) if {key: job[key] for key in jobs[0]} in jobs]
