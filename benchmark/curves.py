@@ -1,6 +1,6 @@
 """Learning curves and a table from the logs of finished runs, one panel and one row per task and script.
 
-python benchmark/curves.py runs --output docs/figures/mujoco     # writes mujoco.png and mujoco.csv, prints the table
+python benchmark/curves.py runs --output docs/figures/breakout     # writes breakout.png and breakout.csv, prints the table
 """
 
 import csv

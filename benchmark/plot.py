@@ -431,7 +431,7 @@ def main(args):
     ends = {env_id: common_end(tasks[env_id]) for env_id in tasks}
     make_folder(args.output.parent)
     plt.rcParams.update({"font.size": 13, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "fixed"})
-    plt.rcParams["axes.titlesize"] = "medium"  # long names of tasks fit
+    plt.rcParams.update({"axes.titlesize": "medium", "figure.labelsize": "medium"})  # long names of tasks fit
 
     def path(what):
         return args.output.with_name(f"{args.output.name}_{what}")
