@@ -134,7 +134,8 @@ def keep(run, tags, folder):
     if folder.resolve() == run.folder.resolve():
         fail(f"{folder.parent} holds these runs already; choose another folder for --keep.")
     make_folder(folder)
-    (folder / "run.json").write_text((run.folder / "run.json").read_text())
+    record = (run.folder / "run.json").read_text()
+    (folder / "run.json").write_text(record.replace(f"{Path.cwd()}/", ""))  # where it lay on this machine says nothing elsewhere
     tags = dict.fromkeys([*tags, *(read_curves(folder) if (folder / KEPT).exists() else ())])
     rows = [(tag, f"{step:.0f}", f"{value:.5g}") for tag in tags if tag in run.curves for step, value in run.curves[tag].T]
     rows.append(("end", f"{run.end:.0f}", 0))  # which may be after the last averaged score

@@ -545,7 +545,8 @@ def test_of_two_equal_runs_the_longer_counts(tmp_path, capsys):
     assert item.folder == long and f"skipped {copy}: the same run is in {long}" in capsys.readouterr().err
 
 
-def test_kept_runs_are_small_and_give_the_same_pictures(tmp_path, capsys):
+def test_kept_runs_are_small_and_give_the_same_pictures(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for seed in (1, 2):
         folder = write_run(tmp_path / "runs", [1.25, seed + 0.5, 8.0], seed=seed, eta=0.1)
         with SummaryWriter(folder) as writer:
@@ -556,6 +557,7 @@ def test_kept_runs_are_small_and_give_the_same_pictures(tmp_path, capsys):
         assert (tmp_path / f"first_{name}").read_text() == (tmp_path / f"second_{name}").read_text()
     files = sorted(path for path in (tmp_path / "kept").rglob("*") if path.is_file())
     assert [path.name for path in files] == ["curves.csv", "run.json"] * 2
+    assert json.loads(files[1].read_text())["args"]["run_dir"] == f"runs/{files[1].parent.name}"  # from here, not from the root
     assert files[0].read_text().splitlines()[1:] == [
         "charts/averaged_score,1000,1.25",
         "charts/averaged_score,2000,1.5",
