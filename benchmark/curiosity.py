@@ -112,11 +112,12 @@ def curve(job, grid):
     return np.array([np.mean(returns[max(0, n - 20) : n]) if n else np.nan for n in counts])
 
 
-def interval(values, resamples=10_000):
-    """Mean and its 95 % bootstrap interval."""
-    values = np.array(values, dtype=float)
-    means = np.random.default_rng(0).choice(values, (resamples, len(values))).mean(1)
-    return f"{values.mean():.1f} ({np.quantile(means, 0.025):.1f} to {np.quantile(means, 0.975):.1f})"
+def mean_and_interval(curves, resamples=10_000):
+    """Mean over runs at each step, and the ends of its 95 % bootstrap interval (mean ± std would reach past the best score that is
+    possible, since a run either finds the goal or does not)."""
+    draws = np.random.default_rng(0).integers(len(curves), size=(resamples, len(curves)))
+    shares = np.stack([(draws == run).mean(1) for run in range(len(curves))], 1)  # of each run in each redrawn set of runs
+    return curves.mean(0), *np.quantile(shares @ curves, (0.025, 0.975), axis=0)
 
 
 def report(jobs, args):
@@ -124,7 +125,15 @@ def report(jobs, args):
     grid = np.linspace(0, args.total_timesteps, 101)[1:]
     envs = [env for env in args.envs if any(job["env"] == env for job in jobs)]
     figure, axes = plt.subplots(1, len(envs), figsize=(4.2 * len(envs), 3.6), squeeze=False, layout="constrained")
-    header = ["task", "arm", "seeds", "return, last 20 episodes", "seeds that reached the goal", "steps until then, median"]
+    header = [
+        "task",
+        "arm",
+        "seeds",
+        "return, last 20 episodes",
+        "reached the goal",
+        "steps until then, median",
+        "there in the end",
+    ]
     rows, lines = [], []
     for env, axis in zip(envs, axes[0], strict=True):
         for arm, colour in ARMS.items():
@@ -132,9 +141,9 @@ def report(jobs, args):
             if not runs:
                 continue
             curves = np.array([curve(job, grid) for job in runs])
-            mean, std = curves.mean(0), curves.std(0)
+            mean, low, high = mean_and_interval(curves)
             axis.plot(grid / 1000, mean, color=colour, label=arm)
-            axis.fill_between(grid / 1000, mean - std, mean + std, color=colour, alpha=0.15, lw=0)
+            axis.fill_between(grid / 1000, low, high, color=colour, alpha=0.15, lw=0)
             rows += [
                 [env, arm, job["seed"], f"{step:.0f}", f"{value:.5g}"]
                 for job, line in zip(runs, curves, strict=True)
@@ -143,8 +152,9 @@ def report(jobs, args):
             first = [next((step for step, value in job["episodes"] if value > GOALS[env]), None) for job in runs]
             reached = [step for step in first if step is not None]
             median = f"{np.median(reached):,.0f}" if reached else ""
-            lines.append([env, arm, len(runs), interval(curves[:, -1]), len(reached), median])
-        axis.set(title=env, xlabel="environment steps (thousands)", ylabel="return, last 20 episodes")
+            final = f"{mean[-1]:.1f} ({low[-1]:.1f} to {high[-1]:.1f})"
+            lines.append([env, arm, len(runs), final, len(reached), median, sum(curves[:, -1] > GOALS[env])])
+        axis.set(title=env, xlabel="environment steps (thousands)", ylabel="mean return of 20 episodes")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=len(ARMS), frameon=False)
     for suffix in ("png", "svg"):
         figure.savefig(args.output / f"curiosity.{suffix}", dpi=130)

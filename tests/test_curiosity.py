@@ -1,6 +1,7 @@
 """The study of curiosity: its tasks, its control arm, and a run in miniature."""
 
 import dataclasses
+import itertools
 import json
 
 import gymnasium as gym
@@ -36,6 +37,14 @@ def test_curves_average_the_last_20_episodes():
     job = {"episodes": [(10 * n, float(n)) for n in range(1, 41)]}
     found = curiosity.curve(job, np.array([5, 10, 25, 400]))
     np.testing.assert_allclose(found, [np.nan, 1, 1.5, np.mean(range(21, 41))])
+
+
+def test_interval_of_the_mean_is_that_of_all_sets_of_runs_that_can_be_drawn():
+    curves = np.array([[0.0, 1.0], [1.0, 3.0], [5.0, 2.0], [20.0, 2.5]])
+    means = np.array([curves[list(runs)].mean(0) for runs in itertools.product(range(4), repeat=4)])
+    low, high = np.quantile(means, (0.025, 0.975), axis=0)
+    found = curiosity.mean_and_interval(curves)
+    np.testing.assert_allclose(found, [curves.mean(0), low, high])
 
 
 def test_in_miniature_and_again(tmp_path, capsys):
