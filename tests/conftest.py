@@ -19,6 +19,14 @@ QR = ["ppo_qr_atari"]
 SCRIPTS = BDPG + WGAN + QR
 ATARI = [name for name in SCRIPTS if name.endswith("_atari")]
 MUJOCO = [name for name in SCRIPTS if name.endswith("_mujoco")]
+MAIN = "policy, trunk and generator"
+# What the parameters are called that an optimiser may move.
+OWN = {
+    MAIN: ("policy.", "trunk.", "return_model.generator."),
+    "discriminator": ("return_model.discriminator.",),
+    "encoder and prior": ("return_model.encoder.", "return_model.prior."),
+    "critic": ("return_model.critic.",),
+}
 torch.set_num_threads(1)  # bit-identical sums whatever the machine, and no fight for its cores
 os.environ["OMP_NUM_THREADS"] = "1"  # the same for the programs that tests start
 # Cut after 7 steps, so that a short run sees truncated episodes inside its rollouts.

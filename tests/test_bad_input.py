@@ -177,7 +177,7 @@ def test_run_folder_that_cannot_be_made(tmp_path, capsys):
 # --- numbers that stop being finite ---
 
 
-def test_loss_that_is_not_finite_stops_the_run_and_keeps_its_log(script, tmp_path, capsys, monkeypatch):
+def test_loss_that_is_not_finite_stops_the_run_and_loses_nothing(script, tmp_path, capsys, monkeypatch, lazy_disk):
     calls, ppo_loss = [], script.ppo_loss
 
     def fails_at_the_end_of_the_second_iteration(*args):
@@ -186,8 +186,9 @@ def test_loss_that_is_not_finite_stops_the_run_and_keeps_its_log(script, tmp_pat
         return (loss * math.nan if len(calls) == 8 else loss, *rest)  # 2 epochs of 2 minibatches an iteration
 
     monkeypatch.setattr(script, "ppo_loss", fails_at_the_end_of_the_second_iteration)
-    message = error_of(script, short_args(script, tmp_path), capsys)
+    message = error_of(script, short_args(script, tmp_path, save_every=1), capsys)
     (folder,) = tmp_path.iterdir()
+    assert [path.name for path in folder.glob("checkpoint-*")] == [f"checkpoint-{32:012d}.pt"]
     assert message == (
         "error: losses/policy is not finite after iteration 2; try lower learning rates, "
         f"or go on from the last good checkpoint, if any: {shlex.join(['python', sys.argv[0], '--resume', str(folder)])}"

@@ -6,13 +6,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import QR, WGAN, copy_of, frozen, make_agent, moved_names, random_observations, short_args, spy
+from conftest import MAIN, QR, WGAN, copy_of, make_agent, moved_names, random_observations, spy
 from torch.distributions import Categorical, Exponential, MixtureSameFamily, Normal
 
-MAIN = "policy, trunk and generator"
 BASELINES = WGAN + QR
-# Every parameter and buffer that an optimiser may move.
-OWN = {MAIN: ("policy.", "trunk.", "return_model.generator."), "critic": ("return_model.critic.",)}
 on_baselines = pytest.mark.parametrize("script", BASELINES, indirect=True)
 
 
@@ -309,74 +306,6 @@ def test_return_loss_moves_generator_and_trunk_only(script):
     script.descend(optimizers[MAIN], loss, args.max_grad_norm)
     own = {key for key, _ in agent.named_parameters() if key.startswith(("trunk.", "return_model.generator."))}
     assert {key for key in own if key.endswith("weight")} <= moved_names(agent, before) <= own
-
-
-@on_baselines
-def test_every_step_of_training_moves_exactly_its_own_networks(script, tmp_path, monkeypatch, lazy_disk):
-    """In a real run: by comparing all of the agent before and after each step."""
-    agents, made = spy(monkeypatch, script, "Agent"), spy(monkeypatch, script, "make_optimizers")
-    descend, steps = script.descend, []
-
-    def watched(optimizer, *args):
-        agent = agents[0][1]
-        (name,) = (name for name, one in made[0][1].items() if one is optimizer)
-        before = copy_of(agent)
-        result = descend(optimizer, *args)
-        own = {key for key, _ in agent.named_parameters() if key.startswith(OWN[name])}
-        assert {key for key in own if key.endswith("weight")} <= moved_names(agent, before) <= own
-        steps.append(name)
-        return result
-
-    monkeypatch.setattr(script, "descend", watched)
-    own_args = {} if script.__name__ in QR else dict(num_critic_steps=2)
-    script.train(short_args(script, tmp_path, iterations=1, update_epochs=1, **own_args))
-    assert steps == ([MAIN] if script.__name__ in QR else ["critic", "critic", MAIN]) * 2
-
-
-def frozen_run(script, tmp_path, monkeypatch):
-    """One iteration in which the networks do not change: the agent, and the target and the embedding of every step."""
-    targets, samples = spy(monkeypatch, script, "k_step_gae"), spy(monkeypatch, script.ReturnModel, "sample")
-    agent = script.train(short_args(script, tmp_path, iterations=1, update_epochs=1, **frozen(script)))
-    (_, embeddings, _), g = samples[0]
-    return agent.requires_grad_(False), (targets[0][1] + g[0, :-1]).flatten(), embeddings[:-1].flatten(0, 1)
-
-
-def rows_of(x, all_x):
-    """Which steps of the rollout these targets belong to."""
-    rows = (all_x == x.unsqueeze(-1)).float().argmax(-1)
-    assert torch.equal(all_x[rows], x) and len(set(rows.tolist())) == len(x)
-    return rows
-
-
-def test_critic_and_generator_get_targets_centres_and_states_of_the_same_rows(wgan, tmp_path, monkeypatch, lazy_disk):
-    """And the critic gets nothing that it could train."""
-    calls, generator_calls = spy(monkeypatch, wgan, "critic_loss"), spy(monkeypatch, wgan, "wgan_losses")
-    agent, all_x, embeddings = frozen_run(wgan, tmp_path, monkeypatch)
-    all_centres = agent.return_model.centre(embeddings)
-    torch.testing.assert_close(agent.return_model.residual_scale, (all_x - all_centres).abs().mean(), rtol=1e-4, atol=0)
-    assert len(calls) == len(generator_calls) == 2
-    for ((_, x, x_tilde, centre, c, _), _), ((_, generator_x, generator_centre, generator_c, _), _) in zip(
-        calls, generator_calls, strict=True
-    ):
-        rows = rows_of(x, all_x)
-        torch.testing.assert_close(centre, all_centres[rows], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(c, embeddings[rows], rtol=1e-4, atol=1e-4)
-        assert not any(value.requires_grad for value in (x, x_tilde, centre, c))
-        assert (
-            torch.equal(generator_x, x)
-            and torch.equal(generator_centre, centre)
-            and torch.equal(generator_c, c)
-            and generator_c.requires_grad
-        )
-
-
-def test_quantiles_get_the_targets_of_the_same_rows(qr, tmp_path, monkeypatch, lazy_disk):
-    calls = spy(monkeypatch, qr, "quantile_loss")
-    agent, all_x, embeddings = frozen_run(qr, tmp_path, monkeypatch)
-    assert len(calls) == 2
-    for (quantiles, x), _ in calls:
-        expected = agent.return_model.generator(embeddings[rows_of(x, all_x)])
-        torch.testing.assert_close(quantiles, expected, rtol=1e-4, atol=1e-4)
 
 
 @on_baselines

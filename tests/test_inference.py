@@ -1,4 +1,4 @@
-"""The return model: information gain, the losses' values, and which networks each loss may move."""
+"""The return model: information gain, the losses' values, and which networks each loss reaches."""
 
 import math
 
@@ -7,13 +7,6 @@ import pytest
 import torch
 from conftest import BDPG, WGAN, copy_of, is_atari, make_agent, moved_names, random_observations
 from torch.distributions import Independent, Normal, kl_divergence
-
-# Every parameter and buffer that an optimiser may move.
-OWN = {
-    "discriminator": ("return_model.discriminator.",),
-    "encoder and prior": ("return_model.encoder.", "return_model.prior."),
-    "policy, trunk and generator": ("policy.", "trunk.", "return_model.generator."),
-}
 
 
 def gaussians(*shape):
@@ -25,13 +18,6 @@ def test_kl_equals_that_of_torch_distributions(bdpg):
     mean_q, std_q, mean_p, std_p = parameters = gaussians(50, 4, 3)
     expected = kl_divergence(Independent(Normal(mean_q, std_q), 1), Independent(Normal(mean_p, std_p), 1))
     torch.testing.assert_close(bdpg.gaussian_kl(*parameters), expected)
-
-
-def test_kl_is_the_mean_log_density_ratio(bdpg):
-    mean_q, std_q, mean_p, std_p = parameters = gaussians(3)
-    z = Normal(mean_q, std_q).sample((200_000,))
-    log_ratio = (Normal(mean_q, std_q).log_prob(z) - Normal(mean_p, std_p).log_prob(z)).sum(-1)
-    assert abs(bdpg.gaussian_kl(*parameters) - log_ratio.mean()) < 5 * log_ratio.std() / len(z) ** 0.5
 
 
 @pytest.mark.parametrize("t, expected", [(4, 0.588705), (10, 0.479853), (100, 0.214597), (10_000, 0.030349)])
@@ -93,53 +79,38 @@ def test_latents_have_the_prior_they_are_said_to_have(bdpg):
         torch.testing.assert_close(z.mean(0), mean, rtol=0, atol=5 / 200)
         torch.testing.assert_close(z.std(0), torch.ones(2, 3), rtol=0, atol=5 / 280)
         assert model.sample(c, 7).shape == (7, 2)
-        _, std = model.encode(torch.full((2, 1), 1e4), c)
-        assert (std >= 1e-3).all()  # a floor keeps the information gain finite
 
 
-# --- which networks a loss moves ---
+def test_posterior_is_no_sharper_than_a_tenth_of_the_prior(bdpg):
+    """The floor that keeps the information gain finite."""
+    agent, _, _ = make_agent(bdpg)
+    with torch.no_grad():
+        agent.return_model.encoder.output.bias.fill_(-1000.0)  # the encoder is as sure as can be
+        _, std = agent.return_model.encode(torch.randn(5, 1), torch.randn(5, agent.trunk.output_dim))
+    torch.testing.assert_close(std, torch.full((5, 2), 0.1))
 
 
-def losses_of_a_minibatch(bdpg, agent, args, n=8):
-    """The losses that train() computes, by the name of the optimiser that descends each."""
-    model = agent.return_model
-    o, x, advantages = random_observations(bdpg, n), torch.randn(n), torch.randn(n)
-    c = agent.trunk(o)
-    joints, z_tilde, x_tilde, z_prime = bdpg.sample_joints(model, x, torch.randn(n), c.detach())
-    policy = agent.policy(o, c)
-    log_prob = policy.log_prob(policy.sample())
-    policy_loss, _, _ = bdpg.ppo_loss(log_prob, log_prob.detach() - 0.05 * torch.randn(n), advantages, args)
-    regression = sum(bdpg.generator_losses(model, x, x_tilde, z_tilde, z_prime, c, law_coef=1.0))
-    return {
-        "discriminator": sum(bdpg.discriminator_loss(model, joints, c.detach(), args.r1_coef)[:2]),
-        "encoder and prior": bdpg.encoder_prior_loss(model, joints, c.detach()),
-        "policy, trunk and generator": policy_loss - 0.01 * policy.entropy().mean() + args.vf_coef * regression,
-        "ppo alone": policy_loss,
-        "regression alone": regression,
-    }
+# --- which networks a loss reaches ---
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_each_optimiser_moves_exactly_its_own_networks(bdpg, name):
-    agent, optimizers, args = make_agent(bdpg)
-    before = copy_of(agent)
-    bdpg.descend(optimizers[name], losses_of_a_minibatch(bdpg, agent, args)[name], args.max_grad_norm)
-    own = {key for key, _ in agent.named_parameters() if key.startswith(OWN[name])}
-    moved = moved_names(agent, before)
-    assert moved <= own
-    # An output bias that the loss cannot see may rest, but no network may: the loss reaches every layer's weights.
-    assert {key for key in own if key.endswith("weight")} <= moved
-
-
-@pytest.mark.parametrize("name, reached", [("ppo alone", "policy."), ("regression alone", "return_model.generator.")])
+@pytest.mark.parametrize("name, reached", [("ppo", "policy."), ("regression", "return_model.generator.")])
 def test_policy_and_regression_losses_reach_their_head_and_the_trunk_only(bdpg, name, reached):
     agent, _, args = make_agent(bdpg)
-    losses_of_a_minibatch(bdpg, agent, args)[name].backward()
-    with_gradient = {key.split(".")[0] + "." for key, p in agent.named_parameters() if p.grad is not None and p.grad.any()}
-    heads = {key for key, p in agent.named_parameters() if p.grad is not None and p.grad.any() and not key.startswith("trunk.")}
+    o, x = random_observations(bdpg, 8), torch.randn(8)
+    c = agent.trunk(o)
+    if name == "ppo":
+        policy = agent.policy(o, c)
+        log_prob = policy.log_prob(policy.sample())
+        loss, _, _ = bdpg.ppo_loss(log_prob, log_prob.detach() - 0.05 * torch.randn(8), torch.randn(8), args)
+    else:
+        _, z_tilde, x_tilde, z_prime = bdpg.sample_joints(agent.return_model, x, torch.randn(8), c.detach())
+        loss = sum(bdpg.generator_losses(agent.return_model, x, x_tilde, z_tilde, z_prime, c, law_coef=1.0))
+    loss.backward()
+    with_gradient = {key for key, p in agent.named_parameters() if p.grad is not None and p.grad.any()}
+    heads = {key for key in with_gradient if not key.startswith("trunk.")}
     assert heads and all(key.startswith(reached) for key in heads)
-    shares_trunk = is_atari(bdpg) or name == "regression alone"  # the MuJoCo policy has a network of its own
-    assert ("trunk." in with_gradient) == shares_trunk
+    shares_trunk = is_atari(bdpg) or name == "regression"  # the MuJoCo policy has a network of its own
+    assert (heads < with_gradient) == shares_trunk
 
 
 def test_optimisers_share_no_parameter_and_forget_none(script):

@@ -53,12 +53,6 @@ def test_bellman_targets_are_the_lambda_mixture_of_n_step_targets(shared, k, gam
     torch.testing.assert_close(x, expected, **close)
 
 
-def test_single_step_target_is_reward_plus_discounted_next_return(shared):
-    rewards, g, next_g, terminations, dones = batch = rollout(T, N)
-    x = shared.k_step_gae(*batch, 0.9, 0.95, 1) + g
-    torch.testing.assert_close(x, rewards + 0.9 * torch.where(terminations, 0, next_g), **close)
-
-
 def test_truncated_steps_bootstrap_and_terminated_ones_do_not(shared):
     """By how a target answers when the return of the next state is shifted: by γ after a truncation, not after a termination."""
     rewards, g, next_g, terminations, dones = rollout(T, N, p_end=0.5)
