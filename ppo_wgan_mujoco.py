@@ -786,8 +786,8 @@ def train(args):
     writer, record = start_run(args, run_dir, global_step)
     if args.resume is not None:  # training branches off here: later checkpoints are set aside
         for later in run_dir.glob("checkpoint-*.pt"):
-            if later.name > path.name:
-                later.rename(later.with_suffix(".abandoned"))
+            if later.stem >= path.stem and later != path:
+                later.rename(later.with_suffix(f".abandoned-{start}"))
     resume_command = shlex.join(["python", sys.argv[0], "--resume", str(run_dir)])
 
     # Environment i gets env_seed + i: other episodes than with another --seed, and than before an interruption.

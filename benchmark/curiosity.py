@@ -123,7 +123,7 @@ def mean_and_interval(curves, resamples=10_000):
 def report(jobs, args):
     """A table and a figure of what is finished, and the curves behind them."""
     grid = np.linspace(0, args.total_timesteps, 101)[1:]
-    envs = [env for env in args.envs if any(job["env"] == env for job in jobs)]
+    envs = [env for env in GOALS if any(job["env"] == env for job in jobs)]
     figure, axes = plt.subplots(1, len(envs), figsize=(4.2 * len(envs), 3.6), squeeze=False, layout="constrained")
     header = [
         "task",
@@ -172,6 +172,8 @@ def report(jobs, args):
 def main(args):
     if args.workers < 1 or args.eta <= 0 or not args.seeds or not args.envs:
         fail("--workers must be at least 1, --eta above 0, and --seeds and --envs one or more.")
+    if args.write and args.output is not None:
+        fail("--write has its own folder: leave --output out, or --write.")
     unknown = [env for env in args.envs if env not in GOALS]
     if unknown:
         fail(f"{unknown[0]} is none of this study's tasks, which are {' and '.join(GOALS)}.")
@@ -187,7 +189,8 @@ def main(args):
         args = replace(args, output=ROOT / "benchmark/results/curiosity" if args.write else Path("runs/curiosity-study"))
     make_folder(args.output)
     path = args.output / "finished.jsonl"
-    done = [job for job in load_jobs(path) if {key: job[key] for key in jobs[0]} in jobs]
+    # Also tasks and seeds that are not asked for now: the report is of all that is there.
+    done = [job for job in load_jobs(path) if all(job[key] == value for key, value in settings.items())]
     jobs = [job for job in jobs if job not in [{key: other[key] for key in job} for other in done]]
     print(f"{len(jobs)} runs to do, {len(done)} done before", flush=True)
     # In a process of its own, because the shuffled arm changes the script.

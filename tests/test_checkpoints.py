@@ -204,15 +204,23 @@ def test_going_back_to_an_older_checkpoint_leaves_the_later_ones_behind(script, 
     script.train(tiny_args(script, tmp_path, 3, save_every=1))
     folder = run_folder(tmp_path)
     oldest, *later = sorted(folder.glob("checkpoint-*.pt"))
-    given_up = later[-1].read_bytes()
+    given_up = {path.stem: path.read_bytes() for path in later}
     monkeypatch.setattr(script, "STOP_SIGNALS", [signal.SIGINT])  # stops after one iteration
     with pytest.raises(SystemExit):
         resume(script, monkeypatch, oldest)
     assert load(newest(folder))["iteration"] == 2 and oldest.exists()
-    assert later[-1].with_suffix(".abandoned").read_bytes() == given_up  # nothing is lost
+    assert {path.stem: path.read_bytes() for path in folder.glob("*.abandoned-*")} == given_up  # nothing is lost
     with pytest.raises(SystemExit):
         resume(script, monkeypatch, folder, "--total-timesteps", 5 * BATCH)
     assert load(newest(folder))["iteration"] == 3
+
+    # Now back to what was given up first: the other branch, which has a checkpoint of the same step, is set aside beside it.
+    (chosen,) = folder.glob(f"{later[0].stem}.abandoned-*")
+    branch = {path.stem: path.read_bytes() for path in later}
+    monkeypatch.setattr(script.time, "strftime", lambda *_: "some-other-second")
+    resume(script, monkeypatch, chosen)
+    assert {path.stem: path.read_bytes() for path in folder.glob("*.abandoned-some-other-second")} == branch
+    assert chosen.read_bytes() == given_up[chosen.stem] and load(newest(folder))["iteration"] == 3
 
 
 def test_a_stop_in_the_last_iteration_is_no_early_stop(mujoco, monkeypatch, tmp_path, capsys):

@@ -47,6 +47,22 @@ def test_interval_of_the_mean_is_that_of_all_sets_of_runs_that_can_be_drawn():
     np.testing.assert_allclose(found, [curves.mean(0), low, high])
 
 
+def test_report_is_of_all_that_is_finished_whatever_is_asked_for(tmp_path, capsys):
+    """Seed 1 finds the goal at step 2000 and loses it, seed 2 keeps it from step 4000 on, seed 3 never finds it."""
+    returns = {1: [-9.0, 50.0] + 20 * [-5.0], 2: 3 * [-9.0] + 20 * [90.0], 3: 23 * [-7.0]}
+    rest = dict(eta=1.0, total_timesteps=200_000, git="0123456789", versions={"python": "3"}, hours=0.5)
+    for env, arm, seed in itertools.product(curiosity.GOALS, curiosity.ARMS, returns):
+        episodes = [(1000 * number, value) for number, value in enumerate(returns[seed], start=1)]
+        with open(tmp_path / "finished.jsonl", "a") as file:
+            print(json.dumps(dict(env=env, arm=arm, seed=seed, episodes=episodes) | rest), file=file)
+    curiosity.main(curiosity.Args(envs=("SparsePendulum-v0",), seeds=(2,), output=tmp_path))
+    out = capsys.readouterr().out
+    assert "0 runs to do, 18 done before" in out
+    for env, arm in itertools.product(curiosity.GOALS, curiosity.ARMS):
+        assert f"| {env} | {arm} | 3 | 26.0 (-7.0 to 90.0) | 2 | 3,000 | 1 |" in out
+    assert "; commit `0123456`; python 3; 9.0 hours of one core." in out
+
+
 def test_in_miniature_and_again(tmp_path, capsys):
     args = curiosity.Args(envs=("SparsePendulum-v0",), seeds=(1,), total_timesteps=4096 * 2, workers=2, output=tmp_path)
     curiosity.main(args)
@@ -92,6 +108,7 @@ def test_a_run_that_gives_up_does_not_hang_the_study(tmp_path, monkeypatch):
         (dict(workers=0), "--workers must be at least 1"),
         (dict(eta=0.0), "--eta above 0"),
         (dict(envs=()), "--envs one or more"),
+        (dict(write=True), "--write has its own folder"),
         (dict(total_timesteps=8192), "at least 15984, or no episode of MountainCarContinuous-v0 would end"),
         (dict(total_timesteps=100), "--total-timesteps 100 is less than the batch"),
         (
