@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmark.common import FREE, fail, make_folder, table
 
 SCORE, SPEED = "charts/averaged_score", "charts/steps_per_second"
+FINAL = {"score": SCORE, "explained variance": "return_model/explained_variance", "coverage of 80 %": "return_model/coverage_80"}
 METHODS = {"bdpg": "BDPG", "ppo_wgan": "PPO+WGAN", "ppo_qr": "PPO+QR", "ppo_scalar": "PPO, scalar critic"}
 # Scores of a random player and of a human tester after up to 30 no-ops: Wang et al. 2016, "Dueling network architectures", raw
 # scores in the appendix; the same numbers are in DeepMind's dqn_zoo/atari_data.py.
@@ -64,7 +65,8 @@ class Args:
     maps_at: tuple[int, ...] = ()
     """instead of curves, maps over k and ū of the scores at these steps"""
     keep: Optional[Path] = None
-    """also copy the runs into this folder, where they can be plotted from: run.json, and the curves of --tags and of the speed"""
+    """also copy the runs into this folder, where they can be plotted from: run.json, and the curves of --tags and of all
+    that is in the table"""
 
 
 def note(message):
@@ -226,19 +228,29 @@ def common_end(runs):
     return shortest.end
 
 
-def final_score(run, end, share):
-    """Mean of the averaged scores in the last share of the steps up to `end`; without any there, the last one before it."""
-    steps, scores = run.curves[SCORE]
-    scores, steps = scores[steps <= end], steps[steps <= end]
-    last = scores[steps > (1 - share) * end]
-    return (last if len(last) else scores[-1:]).mean()
+def final_value(run, tag, end, share):
+    """Mean of what was logged in the last share of the steps up to `end`; if nothing there, the last before it; if nothing, nan."""
+    steps, values = run.curves.get(tag, np.empty((2, 0)))
+    values, steps = values[steps <= end], steps[steps <= end]
+    last = values[steps > (1 - share) * end]
+    return (last if len(last) else values[-1:]).mean() if len(values) else np.nan
 
 
 def final_scores(runs, end, share, methods):
     """{method: array of its runs' final scores} on one task."""
-    runs = [run for run in runs if run.curves[SCORE][0, 0] <= end]  # the others have no score yet at `end`
-    scores = {method: np.array([final_score(run, end, share) for run in runs if run.method == method]) for method in methods}
+    scores = {method: np.array([final_value(run, SCORE, end, share) for run in runs if run.method == method]) for method in methods}
+    scores = {method: values[~np.isnan(values)] for method, values in scores.items()}  # who has no score yet at `end`
     return {method: values for method, values in scores.items() if len(values)}
+
+
+def single_runs(tasks, ends, share, methods):
+    """A table of the runs one by one: final score, and how well the return model describes its targets then."""
+    rows = []
+    for env_id, runs in tasks.items():
+        for run in sorted(runs, key=lambda run: (methods.index(run.method), run.args["seed"])):
+            values = [final_value(run, tag, ends[env_id], share) for tag in FINAL.values()]
+            rows.append((short(env_id), run.method, run.args["seed"], *values))
+    return ("task", "method", "seed", *FINAL), rows
 
 
 # --- pictures ---
@@ -356,7 +368,7 @@ def draw_maps(tasks, steps, path):
         grid = np.full((len(caps), len(ks)), np.nan)
         for (k, cap), by_eta in sorted(cells.items()):
             # The paper: the best η "according to average long-term performance", here the mean over the second half of the steps.
-            long_term = {eta: np.mean([final_score(run, run.end, 0.5) for run in by_eta[eta]]) for eta in by_eta}
+            long_term = {eta: np.mean([final_value(run, SCORE, run.end, 0.5) for run in by_eta[eta]]) for eta in by_eta}
             eta = max(long_term, key=long_term.get)
             scores = [score for run in by_eta[eta] if (score := score_from(run, step)) is not None]
             if len(scores) < len(by_eta[eta]):
@@ -424,7 +436,7 @@ def main(args):
             fail(f"no run has logged {tag}; did you mean {difflib.get_close_matches(tag, known, n=1, cutoff=0)[0]}?")
     if args.keep is not None:
         for run in runs:
-            keep(run, (SCORE, SPEED, *args.tags), args.keep)
+            keep(run, (*FINAL.values(), SPEED, *args.tags), args.keep)
     methods = name_methods(runs)
     tasks = {
         env_id: [run for run in runs if run.args["env_id"] == env_id] for env_id in sorted({run.args["env_id"] for run in runs})
@@ -446,6 +458,7 @@ def main(args):
         tables = [draw_scores(scores, methods, path("scores"))]
         if any(len(by_method) > 1 for by_method in scores.values()):
             tables.append(draw_improvement(scores, methods, path("improvement")))
+        tables.append(single_runs(tasks, ends, args.final, methods))
     text = "\n".join(markdown(header, rows) for header, rows in tables) + f"\n{made_with(runs)}\n"
     path("table.md").write_text(text)
     print(f"wrote {path('table.md')}:\n\n{text}")

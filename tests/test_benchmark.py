@@ -379,8 +379,8 @@ def test_a_job_whose_time_is_up_saves_and_hands_in_the_rest(tmp_path, forked, mo
 # --- the plotter ---
 
 
-def write_run(folder, scores, script="bdpg_atari.py", env_id="BreakoutNoFrameskip-v4", seed=1, interval=1, **args):
-    """A folder as the scripts leave it, with an averaged score every 1,000 steps."""
+def write_run(folder, scores, script="bdpg_atari.py", env_id="BreakoutNoFrameskip-v4", seed=1, interval=1, also=(), **args):
+    """A folder as the scripts leave it, with an averaged score every 1,000 steps, and also such (tag, value, step)."""
     folder = folder / f"{env_id}__{script}__{seed}__{'-'.join(map(str, args.values()))}"
     folder.mkdir(parents=True)
     sizes = {"score_interval": interval, "num_envs": 10, "num_steps": 100, "bootstrap_length": None}
@@ -389,6 +389,8 @@ def write_run(folder, scores, script="bdpg_atari.py", env_id="BreakoutNoFrameski
     with SummaryWriter(folder, purge_step=1) as writer:
         for index, score in enumerate(scores):
             writer.add_scalar("charts/averaged_score", score, 1000 * (index + 1))
+        for scalar in also:
+            writer.add_scalar(*scalar)
     return folder
 
 
@@ -548,9 +550,8 @@ def test_of_two_equal_runs_the_longer_counts(tmp_path, capsys):
 def test_kept_runs_are_small_and_give_the_same_pictures(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for seed in (1, 2):
-        folder = write_run(tmp_path / "runs", [1.25, seed + 0.5, 8.0], seed=seed, eta=0.1)
-        with SummaryWriter(folder) as writer:
-            writer.add_scalar("losses/policy", 0.5, 3700)  # a run may go on after its last averaged score
+        after = [("losses/policy", 0.5, 3700)]  # a run may go on after its last averaged score
+        write_run(tmp_path / "runs", [1.25, seed + 0.5, 8.0], seed=seed, also=after, eta=0.1)
     plotted(tmp_path / "runs", tmp_path / "first", "--keep", str(tmp_path / "kept"))
     plotted(tmp_path / "kept", tmp_path / "second")
     for name in ("averaged_score.csv", "scores.csv", "table.md"):
@@ -581,18 +582,31 @@ def test_kept_runs_are_small_and_give_the_same_pictures(tmp_path, capsys, monkey
 
 def test_the_table_says_what_the_runs_were_made_with(tmp_path):
     for seed, speed in ((1, 50.0), (3, 100.0)):
-        folder = write_run(tmp_path / "runs", [1.0, 2.0], seed=seed, eta=0.1)
+        folder = write_run(tmp_path / "runs", [1.0, 2.0], seed=seed, also=[("charts/steps_per_second", speed, 3600)], eta=0.1)
         record = json.loads((folder / "run.json").read_text())
         record |= {"git": "abcdef0123", "versions": {"python": "3.11.7", "torch": "2.13.0"}}
         (folder / "run.json").write_text(json.dumps(record))
-        with SummaryWriter(folder) as writer:
-            writer.add_scalar("charts/steps_per_second", speed, 3600)
     plotted(tmp_path / "runs", tmp_path / "figure", "--keep", str(tmp_path / "kept"))
     last_line = (tmp_path / "figure_table.md").read_text().splitlines()[-1]
     # 3,600 steps at 50 and at 100 a second are 0.02 and 0.01 hours.
     assert last_line == "2 runs, seeds 1, 3; commits abcdef0; python 3.11.7, torch 2.13.0; 0.015 hours a run, mean of 2."
     plotted(tmp_path / "kept", tmp_path / "again")
     assert (tmp_path / "again_table.md").read_text().endswith(f"\n{last_line}\n")
+
+
+def test_the_table_has_every_run_by_itself(tmp_path):
+    """The last tenth of 20 batches is two; the run of seed 2 has logged no coverage."""
+    steps = range(1000, 21_000, 1000)
+    explained = [("return_model/explained_variance", step / 100_000, step) for step in steps]
+    covered = [("return_model/coverage_80", 0.7 + step // 1000 % 2 / 10, step) for step in steps]
+    for seed, also in ((2, explained), (1, explained + covered)):
+        write_run(tmp_path / "runs", 18 * [1.0] + [3.0, 5.0], seed=seed, also=also, eta=0.1)
+    plotted(tmp_path / "runs", tmp_path / "figure", "--keep", str(tmp_path / "kept"))
+    text = (tmp_path / "figure_table.md").read_text()
+    assert "| task | method | seed | score | explained variance | coverage of 80 % |" in text
+    assert "| Breakout | BDPG | 1 | 4 | 0.195 | 0.75 |\n| Breakout | BDPG | 2 | 4 | 0.195 |  |\n" in text
+    plotted(tmp_path / "kept", tmp_path / "again")
+    assert (tmp_path / "again_table.md").read_text() == text
 
 
 @pytest.mark.parametrize("number, rows, columns", [(1, 1, 1), (4, 1, 4), (5, 2, 3), (6, 2, 3), (8, 2, 4), (9, 3, 3)])
