@@ -125,15 +125,7 @@ def report(jobs, args):
     grid = np.linspace(0, args.total_timesteps, 101)[1:]
     envs = [env for env in GOALS if any(job["env"] == env for job in jobs)]
     figure, axes = plt.subplots(1, len(envs), figsize=(4.2 * len(envs), 3.6), squeeze=False, layout="constrained")
-    header = [
-        "task",
-        "arm",
-        "seeds",
-        "return, last 20 episodes",
-        "reached the goal",
-        "steps until then, median",
-        "there in the end",
-    ]
+    header = ["task", "arm", "seeds", "return, last 20 episodes", "reached the goal", "steps until then, median", "still there"]
     rows, lines = [], []
     for env, axis in zip(envs, axes[0], strict=True):
         for arm, colour in ARMS.items():
