@@ -301,13 +301,13 @@ def draw_curves(tasks, ends, methods, tag, path):
         if axis.get_subplotspec().is_first_col():
             axis.set_ylabel(tag.split("/")[-1].replace("_", " "))
     handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(4, len(handles)))
+    labels = [method for method in methods if method in handles]  # a task may lack some
+    figure.legend([handles[label] for label in labels], labels, loc="outside lower center", ncols=min(4, len(labels)))
     save(figure, path, ("task", "method", "runs", "step", "mean", "std"), rows)
 
 
-def draw_intervals(boxes, path, xlabel, header, width=3.1, xlim=None, colours=COLOURS):
-    """Points with 95 % intervals; boxes: {title: {label: (..., point, low, high)}}. Returns the table."""
-    labels = list(dict.fromkeys(label for box in boxes.values() for label in box))
+def draw_intervals(boxes, labels, path, xlabel, header, width=3.1, xlim=None, colours=COLOURS):
+    """Points with 95 % intervals, a row for each label; boxes: {title: {label: (..., point, low, high)}}. Returns the table."""
     figure, axes = panels(len(boxes), 4, width, height=0.9 + 0.35 * len(labels))
     for axis, (title, box) in zip(axes, boxes.items(), strict=True):
         for label, (*_, point, low, high) in box.items():
@@ -338,7 +338,7 @@ def draw_scores(scores, methods, path):
             numbers = (len(together), together.mean(), spread(together), *iqm_interval(normalised))
             boxes.setdefault("all games (human = 1)", {})[method] = numbers
     header = ("task", "method", "runs", "mean", "std", "IQM", "95 % from", "to")
-    return draw_intervals(boxes, path, "final score: IQM and 95 % interval", header)
+    return draw_intervals(boxes, methods, path, "final score: IQM and 95 % interval", header)
 
 
 def draw_improvement(scores, methods, path):
@@ -350,7 +350,7 @@ def draw_improvement(scores, methods, path):
             box[f"{x} > {y}"] = (len(pairs), *improvement_interval(pairs))
     header = ("task", "comparison", "tasks", "probability", "95 % from", "to")
     xlabel = "probability of improvement and 95 % interval"
-    return draw_intervals({"all tasks": box}, path, xlabel, header, width=6, xlim=(0, 1.02), colours=["black"])
+    return draw_intervals({"all tasks": box}, list(box), path, xlabel, header, width=6, xlim=(0, 1.02), colours=["black"])
 
 
 def draw_maps(tasks, steps, path):

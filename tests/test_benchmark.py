@@ -504,6 +504,22 @@ def test_a_single_run_has_no_interval(tmp_path):
     assert "| BDPG > PPO+QR | 1 | 0 |  |  |" in text and "nan" not in text
 
 
+def test_a_method_keeps_its_colour_and_place_where_tasks_lack_others(tmp_path, monkeypatch):
+    write_run(tmp_path, [1.0, 2.0], script="ppo_wgan_atari.py")  # on Breakout, the first panel, it is alone
+    for eta in (0.1, 0.0):
+        write_run(tmp_path, [1.0, 2.0], env_id="FreewayNoFrameskip-v4", eta=eta)
+    pictures = []
+    monkeypatch.setattr(plot, "save", lambda figure, *rest: pictures.append(figure))
+    plotted(tmp_path, tmp_path / "figure")
+    curves, scores = pictures[:2]
+    (legend,) = curves.legends
+    methods = [text.get_text() for text in legend.get_texts()]
+    assert methods == ["BDPG", "BDPG naive", "PPO+WGAN"] == [label.get_text() for label in scores.axes[0].get_yticklabels()]
+    of_curves = {line.get_label(): line.get_color() for axis in curves.axes for line in axis.lines}
+    points = [line for axis in scores.axes for line in axis.lines if line.get_marker() == "o"]
+    assert len(points) == 3 and of_curves == {methods[int(point.get_ydata()[0])]: point.get_color() for point in points}
+
+
 def test_methods_without_a_common_task_are_not_compared(tmp_path):
     write_run(tmp_path, [1.0], env_id="FreewayNoFrameskip-v4", eta=0.1)
     write_run(tmp_path, [1.0], script="ppo_qr_atari.py")
