@@ -147,7 +147,8 @@ def report(jobs, args):
             final = f"{mean[-1]:.1f} ({low[-1]:.1f} to {high[-1]:.1f})"
             lines.append([env, arm, len(runs), final, len(reached), median, sum(curves[:, -1] > GOALS[env])])
         axis.set(title=env, xlabel="environment steps (thousands)", ylabel="mean return of 20 episodes")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=len(ARMS), frameon=False)
+    handles = {label: handle for axis in axes[0] for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=len(ARMS), frameon=False)
     for suffix in ("png", "svg"):
         figure.savefig(args.output / f"curiosity.{suffix}", dpi=130)
     plt.close(figure)
@@ -169,14 +170,15 @@ def main(args):
     unknown = [env for env in args.envs if env not in GOALS]
     if unknown:
         fail(f"{unknown[0]} is none of this study's tasks, which are {' and '.join(GOALS)}.")
+    seeds, envs = dict.fromkeys(args.seeds), dict.fromkeys(args.envs)  # each once
     settings = dict(eta=args.eta, total_timesteps=args.total_timesteps)
-    jobs = [dict(env=env, arm=arm, seed=seed, **settings) for seed in args.seeds for env in args.envs for arm in ARMS]
+    jobs = [dict(env=env, arm=arm, seed=seed, **settings) for seed in seeds for env in envs for arm in ARMS]
     for job in jobs:
         bdpg.check_args(script_args(job))
-    for env in args.envs:
-        first_end = bdpg.Args.num_envs * gym.spec(env).max_episode_steps
-        if args.total_timesteps < first_end:
-            fail(f"--total-timesteps must be at least {first_end}, or no episode of {env} would end.")
+    for env in envs:
+        least = -(-gym.spec(env).max_episode_steps // bdpg.Args.num_steps) * bdpg.Args.num_steps * bdpg.Args.num_envs
+        if args.total_timesteps < least:  # whole batches are run
+            fail(f"--total-timesteps must be at least {least}, or no episode of {env} would end.")
     if args.output is None:
         args = replace(args, output=ROOT / "benchmark/results/curiosity" if args.write else Path("runs/curiosity-study"))
     make_folder(args.output)

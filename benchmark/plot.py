@@ -110,7 +110,8 @@ def read_runs(folders):
         try:
             record = json.loads(path.read_text())
             script, args = Path(record["script"]).stem, record["args"]
-        except (ValueError, KeyError):
+            key = (script, json.dumps(identity(args) | {name: args[name] for name in ("env_id", "seed")}, sort_keys=True))
+        except (ValueError, KeyError, TypeError, AttributeError):  # no JSON, or not what the scripts write
             note(f"skipped {path.parent}: its run.json is damaged")
             continue
         curves = {tag: curve for tag, curve in read_curves(path.parent).items() if curve.size}
@@ -119,7 +120,6 @@ def read_runs(folders):
             continue
         run = SimpleNamespace(folder=path.parent, record=record, script=script, args=args, curves=curves)
         run.end = max(curve[0, -1] for curve in curves.values())
-        key = (script, json.dumps(identity(args) | {name: args[name] for name in ("env_id", "seed")}, sort_keys=True))
         runs.setdefault(key, []).append(run)
     if not runs:
         fail(f"there is no run with scores in {', '.join(map(str, folders))}.")
@@ -426,6 +426,8 @@ def main(args):
         fail(f"--final must lie in (0, 1], not {args.final}.")
     if not args.folders:
         fail("give the folder of the runs.")
+    if not args.output.name:
+        fail(f"--output {args.output} is a folder; add the beginning of the files' names, such as {args.output / 'figure'}.")
     for folder in args.folders:
         if not folder.is_dir():
             fail(f"there is no folder {folder}.")

@@ -211,7 +211,7 @@ def check_folder(folder, wanted):
     for path in folder.glob("*/run.json"):
         try:
             made = json.loads(path.read_text())["args"]
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, TypeError):
             fail(f"{path} is damaged; move its folder away or choose another --run-dir.")
         changed = [f"{name} was {made.get(name)}" for name in wanted if name not in FREE and made.get(name) != wanted[name]]
         if changed:
@@ -292,6 +292,8 @@ class TrainingJob:
         self.run.folder.mkdir(parents=True, exist_ok=True)
         with open(self.run.folder / "log.txt", "a") as log:
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # inherited by the script: held for as long as it lives
+            if self.run.state() == "finished":  # by another call meanwhile, or in the last moment of a job of the cluster
+                return
             command = self.run.command()
             print("$", shlex.join(command), file=log, flush=True)
             # A session of its own: Ctrl-C in the terminal then reaches the script once, from `stop`. SIGUSR2, by which Slurm
@@ -401,6 +403,8 @@ def follow(runs, waiting, active, workers, threads, stops):
 def main(args):
     if args.workers is not None and args.workers < 1:
         fail(f"--workers must be at least 1, not {args.workers}.")
+    if args.cpus < 1 or args.hours < 1 or args.gpus < 0:
+        fail("--cpus and --hours must be at least 1, and --gpus at least 0.")
     runs = plan(args)
     on_cluster = args.executor == "slurm"
     workers = args.workers or (len(runs) if on_cluster else CORES)

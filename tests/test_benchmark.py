@@ -282,6 +282,7 @@ def test_estimate_is_steps_over_speed_and_workers(capsys, tmp_path, monkeypatch)
         ("--scripts bdpg_mujoco.py --envs Hopper-v5 --seeds -1", "--seed must lie"),
         ("--scripts bdpg_mujoco.py --envs Hopper-v5 --total-timesteps 0", "--total-timesteps 0 is less"),
         ("--scripts bdpg_mujoco.py --envs Hopper-v5 --workers 0", "--workers"),
+        ("--scripts bdpg_mujoco.py --envs Hopper-v5 --executor slurm --cpus 0", "--cpus"),
         ("--preset curiosity --set eta=1", "tells the methods of curiosity apart"),
         ("--preset curiosity --scripts bdpg_mujoco.py", "either --preset"),
         ("--scripts bdpg_mujoco.py", "--envs"),
@@ -339,6 +340,15 @@ def test_a_run_that_another_process_is_at_is_left_alone(tmp_path, forked, capsys
         assert start(tmp_path, "--scripts bdpg_mujoco.py --envs ShortPendulum-v0 --seeds 1 --total-timesteps 96") == 1
     assert "another process is at it" in capsys.readouterr().err
     assert [path.name for path in folder.iterdir()] == ["log.txt"] and not (folder / "log.txt").read_text()
+
+
+def test_a_run_that_another_process_has_finished_meanwhile_is_finished(tmp_path):
+    item = run.Run("m", "bdpg_mujoco.py", "Y", 1, tmp_path, ("--help",), 96)
+    assert item.state() == "new"  # when it was planned
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoint-000000000096.pt").touch()
+    job = run.TrainingJob(item, 1).start()
+    assert job.process is None and job.done() and job.result() is None
 
 
 # --- submitit ---
@@ -528,11 +538,13 @@ def test_methods_without_a_common_task_are_not_compared(tmp_path):
 
 
 def test_broken_logs_are_named_and_skipped(tmp_path, capsys):
-    whole, cut, empty, damaged = (write_run(tmp_path, [1.0, 2.0, 3.0], seed=seed, eta=0.1) for seed in range(4))
+    whole, cut, empty, *damaged = (write_run(tmp_path, [1.0, 2.0, 3.0], seed=seed, eta=0.1) for seed in range(7))
     (events,) = cut.glob("events*")
     events.write_bytes(events.read_bytes()[:-5])
     next(empty.glob("events*")).write_bytes(b"")
-    (damaged / "run.json").write_text('{"args": ')
+    texts = '{"args": ', "[]", '{"script": "bdpg_atari.py", "args": {}}', '{"script": "bdpg_atari.py", "args": []}'
+    for folder, text in zip(damaged, texts, strict=True):
+        (folder / "run.json").write_text(text)
     (tmp_path / "text" / "deep").mkdir(parents=True)
     runs = plot.read_runs([tmp_path])
     assert {item.folder: item.curves[plot.SCORE].tolist() for item in runs} == {
@@ -540,7 +552,7 @@ def test_broken_logs_are_named_and_skipped(tmp_path, capsys):
         cut: [[1000, 2000], [1, 2]],
     }
     err = capsys.readouterr().err
-    assert f"skipped the end of {events}" in err and f"skipped {damaged}" in err
+    assert f"skipped the end of {events}" in err and all(f"skipped {folder}" in err for folder in damaged)
     assert f"skipped all of {empty}" in err and f"skipped {empty}" in err and str(whole) not in err
 
 
@@ -635,7 +647,13 @@ def test_panels_fill_their_rows(number, rows, columns):
 
 @pytest.mark.parametrize(
     "options, words",
-    [(["nowhere"], "no folder"), (["."], "no run with scores"), ([".", "--final", "0"], "--final"), ([], "give the folder")],
+    [
+        (["nowhere"], "no folder"),
+        (["."], "no run with scores"),
+        ([".", "--final", "0"], "--final"),
+        ([".", "--output", "."], "such as figure."),
+        ([], "give the folder"),
+    ],
 )
 def test_bad_input_of_the_plotter_is_refused(options, words, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -64,7 +64,7 @@ def test_report_is_of_all_that_is_finished_whatever_is_asked_for(tmp_path, capsy
 
 
 def test_in_miniature_and_again(tmp_path, capsys):
-    args = curiosity.Args(envs=("SparsePendulum-v0",), seeds=(1,), total_timesteps=4096 * 2, workers=2, output=tmp_path)
+    args = curiosity.Args(envs=("SparsePendulum-v0",), seeds=(1, 1), total_timesteps=4096 * 2, workers=2, output=tmp_path)
     curiosity.main(args)
     out = capsys.readouterr().out
     assert "3 runs to do, 0 done before" in out
@@ -109,7 +109,7 @@ def test_a_run_that_gives_up_does_not_hang_the_study(tmp_path, monkeypatch):
         (dict(eta=0.0), "--eta above 0"),
         (dict(envs=()), "--envs one or more"),
         (dict(write=True), "--write has its own folder"),
-        (dict(total_timesteps=8192), "at least 15984, or no episode of MountainCarContinuous-v0 would end"),
+        (dict(total_timesteps=16383), "at least 16384, or no episode of MountainCarContinuous-v0 would end"),
         (dict(total_timesteps=100), "--total-timesteps 100 is less than the batch"),
         (
             dict(envs=("Hopper-v5",)),
