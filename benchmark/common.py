@@ -5,6 +5,8 @@ import json
 import multiprocessing
 import signal
 import sys
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 
 # Arguments that may change when a run goes on: they do not make it another run.
 FREE = ("total_timesteps", "run_dir", "save_every", "resume", "cuda", "track", "wandb_project", "capture_video")
@@ -49,29 +51,33 @@ def load_jobs(path):
     return jobs
 
 
-def run_jobs(function, jobs, workers, path, own_process=False):
+def run_jobs(function, jobs, workers, path):
     """Yields function(job) of all jobs as they end, and adds each to the file at once, as a line of JSON.
 
-    With several workers, or own_process, each job is done in another process. Ctrl-C and SIGTERM end these too."""
+    Several workers are processes, which Ctrl-C and SIGTERM end too."""
     with open(path, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             fail(f"another process is at the jobs of {path}.")
-        pool, results = None, map(function, jobs)
-        if workers > 1 or own_process:
+        executor, results = None, map(function, jobs)
+        if workers > 1:
             ignore_ctrl_c = (signal.SIGINT, signal.SIG_IGN)
-            handler = signal.signal(*ignore_ctrl_c)  # for the workers from their first moment on, and for those that come later
-            tasks = 1 if own_process else None
-            pool = multiprocessing.get_context("spawn").Pool(workers, signal.signal, ignore_ctrl_c, maxtasksperchild=tasks)
+            handler = signal.signal(*ignore_ctrl_c)  # for the workers, which the first job starts, from their first moment on
+            executor = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), signal.signal, ignore_ctrl_c)
+            futures = [executor.submit(function, job) for job in jobs]
             signal.signal(signal.SIGINT, handler)
-            results = pool.imap_unordered(function, jobs)
+            results = (future.result() for future in as_completed(futures))
         handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # which raises KeyboardInterrupt
         try:
             for result in results:
                 print(json.dumps(result), file=file, flush=True)
                 yield result
+        except BrokenProcessPool:
+            fail("a worker was killed, perhaps because memory ran out; the same command goes on with what is left.")
         finally:
             signal.signal(signal.SIGTERM, handler)
-            if pool:
-                pool.terminate()
+            if executor:
+                for worker in multiprocessing.active_children():
+                    worker.terminate()
+                executor.shutdown(cancel_futures=True)

@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Optional
+from unittest import mock
 
 import gymnasium as gym
 import matplotlib
@@ -78,18 +79,19 @@ def shuffled(gains):
 
 def run_job(job, folder):
     """One run; returns the job with the return of every episode and the step at which it ended."""
+    start_time, gaussian_kl = time.process_time(), bdpg.gaussian_kl
     torch.set_num_threads(1)
-    bdpg.NUM_PROCESSES = 1  # the workers have the cores
+    changes = {"NUM_PROCESSES": 1}  # the workers have the cores
     if job["arm"] == "shuffled gain":
-        gaussian_kl = bdpg.gaussian_kl
-        bdpg.gaussian_kl = lambda *given: shuffled(gaussian_kl(*given))
+        changes["gaussian_kl"] = lambda *given: shuffled(gaussian_kl(*given))
     folder = folder / "runs" / job["arm"].replace(" ", "-")
     folder.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=folder, prefix=f"{job['env']}-{job['seed']}-"))  # an interrupted run may have left one
     with open(folder / "log.txt", "w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
         try:
-            bdpg.train(script_args(job, run_dir=folder))
-        except SystemExit as stop:  # a process that ends would never hand its result in
+            with mock.patch.multiple(bdpg, **changes):
+                bdpg.train(script_args(job, run_dir=folder))
+        except SystemExit as stop:  # which would end a worker without a word
             raise RuntimeError(f"a run gave up; {folder / 'log.txt'} says why.") from stop
     (run_dir,) = folder.glob("*__bdpg_mujoco__*")
     record = json.loads((run_dir / "run.json").read_text())
@@ -97,7 +99,8 @@ def run_job(job, folder):
     (run_dir / "run.json").write_text(json.dumps(record, indent=2) + "\n")
     log = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
     episodes = [(event.step, float(f"{event.value:.5g}")) for event in log.Scalars("charts/episodic_return")]
-    return job | {"episodes": episodes, "git": record["git"], "versions": record["versions"], "hours": time.process_time() / 3600}
+    hours = (time.process_time() - start_time) / 3600
+    return job | {"episodes": episodes, "git": record["git"], "versions": record["versions"], "hours": hours}
 
 
 def script_args(job, **rest):
@@ -187,8 +190,7 @@ def main(args):
     done = [job for job in load_jobs(path) if all(job[key] == value for key, value in settings.items())]
     jobs = [job for job in jobs if job not in [{key: other[key] for key in job} for other in done]]
     print(f"{len(jobs)} runs to do, {len(done)} done before", flush=True)
-    # In a process of its own, because the shuffled arm changes the script.
-    results = run_jobs(functools.partial(run_job, folder=args.output), jobs, args.workers, path, own_process=True)
+    results = run_jobs(functools.partial(run_job, folder=args.output), jobs, args.workers, path)
     for number, job in enumerate(results, start=1):
         done.append(job)
         print(f"{number}/{len(jobs)}  {job['env']}, {job['arm']}, seed {job['seed']}: {job['episodes'][-1][1]:.1f}", flush=True)

@@ -97,9 +97,9 @@ def test_in_miniature_and_again(tmp_path, capsys):
 def test_a_run_that_gives_up_does_not_hang_the_study(tmp_path, monkeypatch):
     monkeypatch.setattr(curiosity.bdpg, "check_args", lambda args: None)
     with pytest.raises(RuntimeError, match=r"gave up; .*log\.txt says why"):
-        curiosity.main(curiosity.Args(envs=("SparsePendulum-v0",), seeds=(1,), total_timesteps=3500, output=tmp_path))
+        curiosity.main(curiosity.Args(envs=("SparsePendulum-v0",), seeds=(-1,), workers=2, output=tmp_path))
     logs = [log.read_text() for log in tmp_path.glob("runs/*/*/log.txt")]
-    assert any("--total-timesteps 3500 is less than the batch" in log for log in logs)
+    assert any("--seed must lie" in log for log in logs)
 
 
 @pytest.mark.parametrize(

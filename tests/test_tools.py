@@ -14,12 +14,14 @@ from benchmark import common
 
 ROOT = Path(__file__).parent.parent
 STUDY = """
-import signal, sys, time
+import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from benchmark.common import run_jobs
 
 def double(job):
+    if job["n"] == {killed}:
+        os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(job["sleep"])
     return job | {{"twice": 2 * job["n"]}}
 
@@ -50,7 +52,7 @@ def children_of(pid):
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
 @pytest.mark.parametrize("number, to_group", [(signal.SIGINT, True), (signal.SIGTERM, False)])
 def test_a_signal_ends_the_workers_too_and_keeps_what_is_done(tmp_path, number, to_group):
-    (tmp_path / "study.py").write_text(STUDY.format(root=str(ROOT)))
+    (tmp_path / "study.py").write_text(STUDY.format(root=str(ROOT), killed=None))
     options = dict(cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     with subprocess.Popen([sys.executable, "study.py"], **options) as study:
         assert {study.stdout.readline(), study.stdout.readline()} == {"1\n", "2\n"}
@@ -63,6 +65,13 @@ def test_a_signal_ends_the_workers_too_and_keeps_what_is_done(tmp_path, number, 
     while any(Path(f"/proc/{pid}").exists() for pid in workers):
         assert time.time() < deadline, "a worker lives on"
         time.sleep(0.05)
+    assert sorted(job["twice"] for job in common.load_jobs(tmp_path / "jobs.jsonl")) == [2, 4]
+
+
+def test_a_worker_that_is_killed_ends_the_study_in_a_sentence(tmp_path):
+    (tmp_path / "study.py").write_text(STUDY.format(root=str(ROOT), killed=3))
+    study = subprocess.run([sys.executable, "study.py"], cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    assert study.returncode == 2 and study.stderr.startswith("error: a worker was killed") and study.stderr.count("\n") == 1
     assert sorted(job["twice"] for job in common.load_jobs(tmp_path / "jobs.jsonl")) == [2, 4]
 
 
