@@ -25,17 +25,16 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import bdpg_mujoco as bdpg
-from benchmark.common import fail, load_jobs, make_folder, run_jobs, table
+from benchmark.common import fail, load_jobs, make_folder, run_jobs, start, table
 
 ROOT = Path(__file__).resolve().parent.parent
 # A return above this means that the goal was reached.
 GOALS = {"MountainCarContinuous-v0": 0.0, "SparsePendulum-v0": 0.0}
-ARMS = {"no curiosity": "#000000", "information gain": "#0072B2", "shuffled gain": "#D55E00"}
+ARMS = {"no curiosity": ("#000000", ":"), "information gain": ("#0072B2", "-"), "shuffled gain": ("#D55E00", "--")}  # as drawn
 
 
 class Sparse(gym.Wrapper):
@@ -92,7 +91,7 @@ def run_job(job, folder):
             with mock.patch.multiple(bdpg, **changes):
                 bdpg.train(script_args(job, run_dir=folder))
         except SystemExit as stop:  # which would end a worker without a word
-            raise RuntimeError(f"a run gave up; {folder / 'log.txt'} says why.") from stop
+            raise RuntimeError(f"{folder / 'log.txt'} says why") from stop
     (run_dir,) = folder.glob("*__bdpg_mujoco__*")
     record = json.loads((run_dir / "run.json").read_text())
     record["args"]["arm"] = job["arm"]  # or plot.py would take the shuffled arm for the other
@@ -127,17 +126,26 @@ def report(jobs, args):
     """A table and a figure of what is finished, and the curves behind them."""
     grid = np.linspace(0, args.total_timesteps, 101)[1:]
     envs = [env for env in GOALS if any(job["env"] == env for job in jobs)]
-    figure, axes = plt.subplots(1, len(envs), figsize=(4.2 * len(envs), 3.6), squeeze=False, layout="constrained")
-    header = ["task", "arm", "seeds", "return, last 20 episodes", "reached the goal", "steps until then, median", "still there"]
+    plt.rcParams.update({"font.size": 13, "axes.titlesize": "medium", "svg.hashsalt": "fixed"})
+    figure, axes = plt.subplots(1, len(envs), figsize=(1 + 3.6 * len(envs), 3.8), squeeze=False, layout="constrained")
+    header = [
+        "task",
+        "arm",
+        "seeds",
+        "return, last 20 episodes",
+        "reached the goal",
+        "steps until then, median of these",
+        "still there",
+    ]
     rows, lines = [], []
     for env, axis in zip(envs, axes[0], strict=True):
-        for arm, colour in ARMS.items():
+        for arm, (colour, line_style) in ARMS.items():
             runs = [job for job in jobs if job["env"] == env and job["arm"] == arm]
             if not runs:
                 continue
             curves = np.array([curve(job, grid) for job in runs])
             mean, low, high = mean_and_interval(curves)
-            axis.plot(grid / 1000, mean, color=colour, label=arm)
+            axis.plot(grid / 1000, mean, line_style, color=colour, lw=2, label=arm)
             axis.fill_between(grid / 1000, low, high, color=colour, alpha=0.15, lw=0)
             rows += [
                 [env, arm, job["seed"], f"{step:.0f}", f"{value:.5g}"]
@@ -149,11 +157,11 @@ def report(jobs, args):
             median = f"{np.median(reached):,.0f}" if reached else ""
             final = f"{mean[-1]:.1f} ({low[-1]:.1f} to {high[-1]:.1f})"
             lines.append([env, arm, len(runs), final, len(reached), median, sum(curves[:, -1] > GOALS[env])])
-        axis.set(title=env, xlabel="environment steps (thousands)", ylabel="mean return of 20 episodes")
+        axis.set(title=env, xlabel="agent steps (thousands)", ylabel="mean return of 20 episodes")
     handles = {label: handle for axis in axes[0] for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=len(ARMS), frameon=False)
-    for suffix in ("png", "svg"):
-        figure.savefig(args.output / f"curiosity.{suffix}", dpi=130)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(ARMS))
+    figure.savefig(args.output / "curiosity.png", dpi=200)
+    figure.savefig(args.output / "curiosity.svg", metadata={"Date": None})  # the same runs give the same file
     plt.close(figure)
     with open(args.output / "curiosity.csv", "w", newline="") as file:
         csv.writer(file).writerows([["env", "arm", "seed", "step", "return"], *rows])
@@ -187,21 +195,18 @@ def main(args):
     make_folder(args.output)
     path = args.output / "finished.jsonl"
     # Also tasks and seeds that are not asked for now: the report is of all that is there.
-    done = [job for job in load_jobs(path) if all(job[key] == value for key, value in settings.items())]
+    keys = ("env", "arm", "seed", "eta", "total_timesteps", "episodes", "git", "versions", "hours")
+    done = [job for job in load_jobs(path, keys) if all(job[key] == value for key, value in settings.items())]
     jobs = [job for job in jobs if job not in [{key: other[key] for key in job} for other in done]]
     print(f"{len(jobs)} runs to do, {len(done)} done before", flush=True)
-    results = run_jobs(functools.partial(run_job, folder=args.output), jobs, args.workers, path)
-    for number, job in enumerate(results, start=1):
+    number = 0
+    for number, job in enumerate(run_jobs(functools.partial(run_job, folder=args.output), jobs, args.workers, path), start=1):
         done.append(job)
         print(f"{number}/{len(jobs)}  {job['env']}, {job['arm']}, seed {job['seed']}: {job['episodes'][-1][1]:.1f}", flush=True)
-    report(done, args)
+    if done:
+        report(done, args)
+    return int(number < len(jobs))
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Args, description=__doc__))
-    except RuntimeError as error:
-        fail(error)
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on with the runs that are left", file=sys.stderr)
-        raise SystemExit(130) from None
+    start(main, Args, __doc__)

@@ -29,10 +29,11 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmark.common import FREE, fail, make_folder, table
+from benchmark.common import FREE, fail, make_folder, start, table
 
 SCORE, SPEED = "charts/averaged_score", "charts/steps_per_second"
 FINAL = {"score": SCORE, "explained variance": "return_model/explained_variance", "coverage of 80 %": "return_model/coverage_80"}
+AXES = {SCORE: "averaged score (rewards)", FINAL["coverage of 80 %"]: "share in the 80 % interval"}  # others: the tag's name
 METHODS = {"bdpg": "BDPG", "ppo_wgan": "PPO+WGAN", "ppo_qr": "PPO+QR", "ppo_scalar": "PPO, scalar critic"}
 # Scores of a random player and of a human tester after up to 30 no-ops: Wang et al. 2016, "Dueling network architectures", raw
 # scores in the appendix; the same numbers are in DeepMind's dqn_zoo/atari_data.py.
@@ -49,6 +50,7 @@ HUMAN = {
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito, for all eyes
 LINES = ["-", "--", "-.", ":"]  # and for prints without colour
 NUM_RESAMPLES = 10_000
+MOST_METHODS = 12  # in one picture
 KEPT = "curves.csv"  # of a run that --keep copied
 
 
@@ -84,7 +86,7 @@ def read_curves(folder):
             try:
                 for tag, step, value in itertools.islice(csv.reader(file), 1, None):
                     points[tag][float(step)] = [float(value)]
-            except ValueError:
+            except (ValueError, csv.Error):
                 note(f"skipped the end of {folder / KEPT}: it is damaged")
     for path in sorted(folder.glob("events.out.tfevents.*")):  # their names begin with the time
         size, size_read = path.stat().st_size, 0
@@ -106,11 +108,10 @@ def read_curves(folder):
 def read_runs(folders):
     """The runs with scores; of several with the same arguments the one that got furthest."""
     runs = {}
-    for path in sorted(path for folder in folders for path in folder.rglob("run.json")):
+    for path in sorted({path for folder in folders for path in folder.resolve().rglob("run.json")}):
         try:
             record = json.loads(path.read_text())
-            script, args = Path(record["script"]).stem, record["args"]
-            key = (script, json.dumps(identity(args) | {name: args[name] for name in ("env_id", "seed")}, sort_keys=True))
+            key, script, args = run_key(record), Path(record["script"]).stem, record["args"]
         except (ValueError, KeyError, TypeError, AttributeError):  # no JSON, or not what the scripts write
             note(f"skipped {path.parent}: its run.json is damaged")
             continue
@@ -136,13 +137,21 @@ def keep(run, tags, folder):
     if folder.resolve() == run.folder.resolve():
         fail(f"{folder.parent} holds these runs already; choose another folder for --keep.")
     make_folder(folder)
-    record = (run.folder / "run.json").read_text()
-    (folder / "run.json").write_text(record.replace(f"{Path.cwd()}/", ""))  # where it lay on this machine says nothing elsewhere
+    record = (run.folder / "run.json").read_text().replace(f"{Path.cwd()}/", "")  # where it lay here says nothing elsewhere
+    if (folder / "run.json").exists() and run_key(json.loads((folder / "run.json").read_text())) != run_key(run.record):
+        fail(f"{folder} is of another run than {run.folder}; choose another folder for --keep.")
+    (folder / "run.json").write_text(record)
     tags = dict.fromkeys([*tags, *(read_curves(folder) if (folder / KEPT).exists() else ())])
     rows = [(tag, f"{step:.0f}", f"{value:.5g}") for tag in tags if tag in run.curves for step, value in run.curves[tag].T]
     rows.append(("end", f"{run.end:.0f}", 0))  # which may be after the last averaged score
     with open(folder / KEPT, "w", newline="") as file:
         csv.writer(file).writerows([("tag", "step", "value"), *rows])
+
+
+def run_key(record):
+    """What two runs that are the same have in common."""
+    args = record["args"]
+    return record["script"], json.dumps(identity(args) | {name: args[name] for name in ("env_id", "seed")}, sort_keys=True)
 
 
 def identity(args):
@@ -187,8 +196,8 @@ def resample(scores, rng):
 
 
 def interval(resampled, tasks):
-    """The central 95 % of a bootstrap; nothing where no task has two runs, which all resamples would repeat."""
-    return np.quantile(resampled, [0.025, 0.975]) if any(len(scores) > 1 for scores in tasks) else (np.nan, np.nan)
+    """The central 95 % of a bootstrap; nothing if a task has a single run, which all resamples would repeat."""
+    return np.quantile(resampled, [0.025, 0.975]) if all(len(scores) > 1 for scores in tasks) else (np.nan, np.nan)
 
 
 def iqm_interval(tasks):
@@ -228,6 +237,19 @@ def common_end(runs):
     return shortest.end
 
 
+def score_interval(run):
+    """The paper's interval between two averaged scores, in steps."""
+    return run.args["score_interval"] * run.args["num_envs"] * run.args["num_steps"]
+
+
+def averaged(run, tag):
+    """A curve as the paper draws it: averaged over each interval, as the averaged score is already, and put at its end."""
+    steps, values = run.curves[tag]
+    starts = np.flatnonzero(np.diff(np.ceil(steps / score_interval(run)), prepend=-1))
+    counts = np.diff(starts, append=len(steps))
+    return steps[starts + counts - 1], np.add.reduceat(values, starts) / counts
+
+
 def final_value(run, tag, end, share):
     """Mean of what was logged in the last share of the steps up to `end`; if nothing there, the last before it; if nothing, nan."""
     steps, values = run.curves.get(tag, np.empty((2, 0)))
@@ -259,7 +281,7 @@ def single_runs(tasks, ends, share, methods):
 def panels(number, columns, width=3.1, height=2.9):
     rows = -(-number // columns)
     columns = -(-number // rows)  # six panels in two rows of three, not in one of four and one of two
-    size = (0.6 + width * columns, 0.8 + height * rows)
+    size = (0.6 + max(width * columns, 5), 0.8 + height * rows)  # the legend needs some width
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
     for axis in axes.flat[number:]:
         axis.remove()
@@ -268,8 +290,8 @@ def panels(number, columns, width=3.1, height=2.9):
 
 def save(figure, path, header, rows):
     """The picture as PNG and SVG, and its numbers as CSV."""
-    for ending in ("png", "svg"):
-        figure.savefig(path.with_name(f"{path.name}.{ending}"), dpi=200)
+    figure.savefig(path.with_name(f"{path.name}.png"), dpi=200)
+    figure.savefig(path.with_name(f"{path.name}.svg"), metadata={"Date": None})  # the same runs give the same file
     plt.close(figure)
     with open(path.with_name(f"{path.name}.csv"), "w", newline="") as file:
         csv.writer(file).writerows([header, *(["" if cell != cell else cell for cell in row] for row in rows)])
@@ -284,12 +306,11 @@ def draw_curves(tasks, ends, methods, tag, path):
         end = ends[env_id]
         unit, name = (1e6, "millions") if end >= 1e6 else (1e3, "thousands")
         for index, method in enumerate(methods):
-            curves = [
-                run.curves[tag] for run in runs if run.method == method and tag in run.curves and run.curves[tag][0, 0] <= end
-            ]
+            curves = [averaged(run, tag) for run in runs if run.method == method and tag in run.curves]
+            curves = [(steps, values) for steps, values in curves if steps[0] <= end]
             if not curves:
                 continue
-            steps = np.linspace(max(curve[0, 0] for curve in curves), end, 200)
+            steps = np.linspace(max(steps[0] for steps, _ in curves), end, 200)
             values = np.array([np.interp(steps, *curve) for curve in curves])
             mean, std = values.mean(0), spread(values)
             colour = COLOURS[index % len(COLOURS)]
@@ -299,10 +320,14 @@ def draw_curves(tasks, ends, methods, tag, path):
         axis.set(title=short(env_id), xlabel=f"agent steps ({name})")
     for axis in axes:
         if axis.get_subplotspec().is_first_col():
-            axis.set_ylabel(tag.split("/")[-1].replace("_", " "))
+            axis.set_ylabel(AXES.get(tag, tag.split("/")[-1].replace("_", " ")))
     handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     labels = [method for method in methods if method in handles]  # a task may lack some
-    figure.legend([handles[label] for label in labels], labels, loc="outside lower center", ncols=min(4, len(labels)))
+    for columns in range(min(4, len(labels)), 0, -1):  # as many as fit
+        legend = figure.legend([handles[label] for label in labels], labels, loc="outside lower center", ncols=columns)
+        if legend.get_window_extent().width < figure.bbox.width or columns == 1:
+            break
+        legend.remove()
     save(figure, path, ("task", "method", "runs", "step", "mean", "std"), rows)
 
 
@@ -324,21 +349,25 @@ def draw_intervals(boxes, labels, path, xlabel, header, width=3.1, xlim=None, co
     return header, rows
 
 
-def draw_scores(scores, methods, path):
+def draw_scores(scores, ends, methods, path):
     """Final scores of each task, and over all games in units of a human player's."""
     boxes = {}
     for env_id, by_method in scores.items():
         boxes[short(env_id)] = {
-            method: (len(values), values.mean(), spread(values), *iqm_interval([values])) for method, values in by_method.items()
+            method: (f"{ends[env_id]:.0f}", len(values), values.mean(), spread(values), *iqm_interval([values]))
+            for method, values in by_method.items()
         }
-    for method in methods:
-        normalised = [normalise(env_id, by_method[method]) for env_id, by_method in scores.items() if method in by_method]
-        if len(normalised) == len(scores) and all(values is not None for values in normalised):
+    if all(normalise(env_id, 0) is not None for env_id in scores):
+        for method in methods:
+            normalised = [normalise(env_id, by_method[method]) for env_id, by_method in scores.items() if method in by_method]
+            if len(normalised) < len(scores):
+                note(f"{method} is not in the picture of all games: it has not played all of them")
+                continue
             together = np.concatenate(normalised)
-            numbers = (len(together), together.mean(), spread(together), *iqm_interval(normalised))
+            numbers = ("", len(together), together.mean(), spread(together), *iqm_interval(normalised))
             boxes.setdefault("all games (human = 1)", {})[method] = numbers
-    header = ("task", "method", "runs", "mean", "std", "IQM", "95 % from", "to")
-    return draw_intervals(boxes, methods, path, "final score: IQM and 95 % interval", header)
+    header = ("task", "method", "up to step", "runs", "mean", "std", "IQM", "95 % from", "to")
+    return draw_intervals(boxes, methods, path, "final score (rewards): IQM and 95 % interval", header)
 
 
 def draw_improvement(scores, methods, path):
@@ -350,7 +379,8 @@ def draw_improvement(scores, methods, path):
             box[f"{x} > {y}"] = (len(pairs), *improvement_interval(pairs))
     header = ("task", "comparison", "tasks", "probability", "95 % from", "to")
     xlabel = "probability of improvement and 95 % interval"
-    return draw_intervals({"all tasks": box}, list(box), path, xlabel, header, width=6, xlim=(0, 1.02), colours=["black"])
+    title = "tasks that both methods have"
+    return draw_intervals({title: box}, list(box), path, xlabel, header, width=6, xlim=(-0.02, 1.02), colours=["black"])
 
 
 def draw_maps(tasks, steps, path):
@@ -376,6 +406,8 @@ def draw_maps(tasks, steps, path):
             if scores:
                 grid[caps.index(cap), ks.index(k)] = np.mean(scores)
             rows.append((env_id, step, k, cap, eta, len(scores), np.mean(scores) if scores else ""))
+        if np.isnan(grid).all():
+            fail(f"no run of {env_id} has a score from step {step:,} on; choose other steps for --maps-at.")
         image = axis.imshow(grid, cmap="cividis", origin="lower", aspect="auto")
         figure.colorbar(image, ax=axis, label="averaged score")
         for y, x in np.argwhere(~np.isnan(grid)):
@@ -391,9 +423,8 @@ def draw_maps(tasks, steps, path):
 
 def score_from(run, step):
     """The averaged score of the first interval that starts at `step` or later, or None."""
-    interval = run.args["score_interval"] * run.args["num_envs"] * run.args["num_steps"]
     steps, scores = run.curves[SCORE]
-    later = scores[steps - interval >= step]
+    later = scores[steps - score_interval(run) >= step]
     return later[0] if len(later) else None
 
 
@@ -440,6 +471,9 @@ def main(args):
         for run in runs:
             keep(run, (*FINAL.values(), SPEED, *args.tags), args.keep)
     methods = name_methods(runs)
+    if len(methods) > MOST_METHODS and not args.maps_at:
+        hint = "give folders with fewer of them, or --maps-at STEPS for maps over k and ū"
+        fail(f"{len(methods)} methods are more than a picture can show; {hint}.")
     tasks = {
         env_id: [run for run in runs if run.args["env_id"] == env_id] for env_id in sorted({run.args["env_id"] for run in runs})
     }
@@ -457,7 +491,7 @@ def main(args):
         for tag in args.tags:
             draw_curves(tasks, ends, methods, tag, path(tag.split("/")[-1]))
         scores = {env_id: final_scores(tasks[env_id], ends[env_id], args.final, methods) for env_id in tasks}
-        tables = [draw_scores(scores, methods, path("scores"))]
+        tables = [draw_scores(scores, ends, methods, path("scores"))]
         if any(len(by_method) > 1 for by_method in scores.values()):
             tables.append(draw_improvement(scores, methods, path("improvement")))
         tables.append(single_runs(tasks, ends, args.final, methods))
@@ -467,4 +501,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    start(main, Args, __doc__)

@@ -29,7 +29,6 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-import tyro
 from gymnasium.spaces import Box
 from torch.nn.functional import mse_loss
 
@@ -38,7 +37,7 @@ import bdpg_mujoco as bdpg
 import ppo_qr_atari as qr
 import ppo_wgan_mujoco as wgan
 from benchmark import ppo_scalar_mujoco as scalar
-from benchmark.common import fail, fill, load_jobs, make_folder, run_jobs, table
+from benchmark.common import fail, fill, load_jobs, make_folder, run_jobs, start, table
 
 SCRIPTS = {"bdpg": bdpg, "wgan": wgan, "qr": qr, "scalar": scalar}
 NAMES = {"bdpg": "BDPG", "wgan": "PPO+WGAN", "qr": "PPO+QR", "scalar": "scalar"}
@@ -608,25 +607,23 @@ def main(args):
         args = replace(args, output=DOCS.parent / "benchmark/results/return_distributions" if args.write else DEFAULT_OUTPUT)
     make_folder(args.output)
     path = args.output / "jobs.jsonl"
-    finished = select(load_jobs(path), epochs=args.epochs, steps=args.steps)
+    finished = select(load_jobs(path, (*KEYS, "version", "curve", "w1")), epochs=args.epochs, steps=args.steps)
     versions = {critic: version(critic) for critic in SCRIPTS}
     old = sum(job["version"] != versions[job["critic"]] for job in finished)
     if old:
         print(f"note: {old} of the jobs in {path} were done by another version of their script", file=sys.stderr)
     jobs = [job for job in plan(args) if not select(finished, **job)]
     print(f"{len(jobs)} jobs to do, {len(finished)} done before", flush=True)
-    start = time.time()
+    number, start_time = 0, time.time()
     for number, job in enumerate(run_jobs(run_job, jobs, args.workers, path), start=1):
         finished.append(job)
         label = " ".join(str(job[key]) for key in KEYS[:-2])
-        left = (time.time() - start) / number * (len(jobs) - number) / 60
+        left = (time.time() - start_time) / number * (len(jobs) - number) / 60
         print(f"{number}/{len(jobs)}  {label}: W1 {np.mean(job['w1']):.3f}, {left:.0f} min left", flush=True)
-    report(finished, args)
+    if finished:
+        report(finished, args)
+    return int(number < len(jobs))
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Args, description=__doc__))
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on with the jobs that are left", file=sys.stderr)
-        raise SystemExit(130) from None
+    start(main, Args, __doc__)

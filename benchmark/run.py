@@ -33,7 +33,7 @@ import tyro
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are imported to check their arguments
-from benchmark.common import FREE, fail
+from benchmark.common import FREE, fail, make_folder, start
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = [str(path.relative_to(ROOT)) for folder in (ROOT, ROOT / "benchmark") for path in folder.glob("*_*.py")]
@@ -74,19 +74,13 @@ PRESETS = {
         seeds=(1,),
         settings={"bootstrap-length": "1 8 32 128 256".split(), "u-bar": "1 10 100 inf".split(), "eta": "0.01 0.1 1".split()},
     ),
-    "curiosity": Experiment(
-        {"bdpg": ("bdpg_mujoco.py", {"eta": "0.1"}), "bdpg-naive": ("bdpg_mujoco.py", {"eta": "0"})},
-        envs=("MountainCarContinuous-v0",),
-        total_timesteps=300_000,
-        seeds=tuple(range(1, 11)),
-    ),
 }
 
 
 @dataclass
 class Args:
     preset: Optional[str] = None
-    """a named experiment: atari-figure, mujoco-figure, ablation or curiosity; what follows changes it"""
+    """a named experiment: atari-figure, mujoco-figure or ablation; what follows changes it"""
     scripts: tuple[str, ...] = ()
     """without a preset: the scripts to run"""
     envs: tuple[str, ...] = ()
@@ -139,7 +133,7 @@ class Run:
         return f"{self.method} {self.env_id} seed {self.seed}"
 
     def checkpoint(self):
-        return max(self.folder.glob("*/checkpoint-*.pt"), key=lambda path: path.name, default=None)
+        return max(self.folder.glob("*/checkpoint-[0-9]*.pt"), key=lambda path: path.name, default=None)
 
     def steps_saved(self):
         checkpoint = self.checkpoint()
@@ -211,9 +205,9 @@ def check_folder(folder, wanted):
     for path in folder.glob("*/run.json"):
         try:
             made = json.loads(path.read_text())["args"]
-        except (ValueError, KeyError, TypeError):
+            changed = [f"{name} was {made.get(name)}" for name in wanted if name not in FREE and made.get(name) != wanted[name]]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             fail(f"{path} is damaged; move its folder away or choose another --run-dir.")
-        changed = [f"{name} was {made.get(name)}" for name in wanted if name not in FREE and made.get(name) != wanted[name]]
         if changed:
             fail(f"{path.parent} is a run with other arguments ({', '.join(changed)}); choose another --run-dir.")
 
@@ -221,13 +215,15 @@ def check_folder(folder, wanted):
 def plan(args):
     """Every run of the experiment, checked as far as it can be before it starts."""
     experiment = choose_experiment(args)
+    own_settings = PRESETS[args.preset].settings if args.preset else {}  # in folders' names even if there is one value for now
     run_dir = (args.run_dir or Path("runs") / (args.preset or "grid")).resolve()
     runs = []
     for method, (script, own) in experiment.methods.items():
         module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
         for values in itertools.product(*experiment.settings.values()):
             settings = own | dict(zip(experiment.settings, values, strict=True))
-            varied = [f"{name}={settings[name]}" for name, choice in experiment.settings.items() if len(choice) > 1]
+            varied = [name for name, choice in experiment.settings.items() if len(choice) > 1 or name in own_settings]
+            variant = "_".join([method, *(f"{name}={settings[name]}" for name in varied)])
             parsed, command_line = module.Args(), []
             if experiment.total_timesteps is not None:
                 parsed.total_timesteps = experiment.total_timesteps
@@ -238,14 +234,14 @@ def plan(args):
             parsed.num_steps = max(parsed.num_steps, parsed.bootstrap_length or 0)  # as the script does
             batch = parsed.num_envs * parsed.num_steps
             for env_id, seed in itertools.product(dict.fromkeys(experiment.envs), dict.fromkeys(experiment.seeds)):
-                folder = run_dir / "_".join([method, *varied]) / env_id.replace("/", "-") / f"seed-{seed}"
+                folder = run_dir / variant / env_id.replace("/", "-") / f"seed-{seed}"
                 wanted = dataclasses.replace(parsed, env_id=env_id, seed=seed)
                 module.check_args(wanted)
                 check_folder(folder, module.plain_args(wanted))
                 arguments = ["--env-id", env_id, "--seed", str(seed), "--run-dir", str(folder)]
                 arguments += ["--total-timesteps", str(parsed.total_timesteps), *command_line]
                 steps = parsed.total_timesteps // batch * batch
-                runs.append(Run(folder.parts[-3], script, env_id, seed, folder, tuple(arguments), steps))
+                runs.append(Run(variant, script, env_id, seed, folder, tuple(arguments), steps))
         for env_id in experiment.envs:  # the script itself knows best what it can play
             module.make_envs(dataclasses.replace(parsed, env_id=env_id, num_envs=1), None).close()
     # Seed by seed, and the methods of a task one after another: an experiment that is stopped early has something of everything.
@@ -334,25 +330,33 @@ class TrainingJob:
 
 
 def submit(runs, args):
-    """Hands the runs to the cluster as one job array."""
+    """Hands the runs to the cluster as one job array, unless the one before it is still there."""
     try:
         import submitit
     except ImportError:
         fail("--executor slurm needs submitit; install it with: pip install submitit")
+    folder = runs[0].folder.parents[2] / "submitit"
+    last_array = folder / "last_array.txt"
     try:
-        executor = submitit.AutoExecutor(runs[0].folder.parents[2] / "submitit", cluster="slurm", slurm_max_num_timeout=1000)
+        executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_max_num_timeout=1000)
+        if last_array.exists():
+            array_id = last_array.read_text().strip()
+            if subprocess.run(["squeue", "--noheader", "--jobs", array_id], capture_output=True, text=True).stdout.strip():
+                fail(f"jobs of this folder are in the queue already; wait for them, or stop them first: scancel {array_id}")
+        executor.update_parameters(
+            name=args.preset or "grid",
+            timeout_min=60 * args.hours,
+            cpus_per_task=args.cpus,
+            gpus_per_node=args.gpus,
+            slurm_partition=args.partition,
+            slurm_array_parallelism=args.workers,
+        )
+        with executor.batch():
+            jobs = [executor.submit(TrainingJob(run, args.cpus)) for run in runs]
     except RuntimeError as error:
-        fail(f"--executor slurm does not work on this machine ({error}).")
-    executor.update_parameters(
-        name=args.preset or "grid",
-        timeout_min=60 * args.hours,
-        cpus_per_task=args.cpus,
-        gpus_per_node=args.gpus,
-        slurm_partition=args.partition,
-        slurm_array_parallelism=args.workers,
-    )
-    with executor.batch():
-        return [executor.submit(TrainingJob(run, args.cpus)) for run in runs]
+        fail(f"Slurm does not take the jobs ({str(error).strip().splitlines()[-1]}).")
+    last_array.write_text(jobs[0].job_id.split("_")[0])
+    return jobs
 
 
 def follow(runs, waiting, active, workers, threads, stops):
@@ -395,7 +399,7 @@ def follow(runs, waiting, active, workers, threads, stops):
             last_line_time = time.time()
             hours_left = (total - done) / (done - steps_before) * (last_line_time - start_time) / 3600
             print(f"{done / total:.1%}: {summary}, {hours_left:.1f} h left", flush=True)
-        time.sleep(0.2)
+        time.sleep(0.2 if workers <= CORES else 2)  # hundreds of jobs of a cluster have hundreds of logs to look at
     bar.close()
     return failures
 
@@ -413,6 +417,7 @@ def main(args):
     waiting, active, stops = deque(run for run in runs if run.state() != "finished"), {}, []
     if args.dry_run or not waiting:
         return 0
+    make_folder(runs[0].folder.parents[2])
     if on_cluster:
         active = dict(zip(waiting, submit(waiting, args), strict=True))
         waiting.clear()
@@ -435,4 +440,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Args, description=__doc__)))
+    start(main, Args, __doc__)

@@ -1,6 +1,7 @@
 """Experiment runner and plotter: every preset in miniature, runs that stop, fail and go on, statistics against brute force."""
 
 import csv
+import dataclasses
 import fcntl
 import importlib.util
 import itertools
@@ -136,13 +137,11 @@ def read_csv(path):
 BREAKOUT = ("BreakoutNoFrameskip-v4", ["num-envs=1", "num-steps=128", "minibatch-size=128"], 3)
 MINIATURES = {  # task, settings, iterations after which a run has scores, and the number of methods
     "mujoco-figure": ("InvertedDoublePendulum-v5", [], 8, 2),
-    "curiosity": ("MountainCarContinuous-v0", ["num-envs=1", "num-steps=256"], 4, 2),
     "atari-figure": (*BREAKOUT, 4),
     "ablation": (*BREAKOUT, 2),
 }
 METHODS = {
     "mujoco-figure": {"BDPG naive", "PPO+WGAN"},
-    "curiosity": {"BDPG", "BDPG naive"},
     "atari-figure": {"BDPG", "BDPG naive", "PPO+WGAN", "PPO+QR"},
 }
 
@@ -188,8 +187,7 @@ def test_preset_runs_stops_goes_on_and_plots(preset, tmp_path, forked, monkeypat
         aggregate = {row["task"] for row in read_csv(tmp_path / "figure_scores.csv")}
         assert aggregate == {env_id.replace("NoFrameskip-v4", "")} | ({"all games (human = 1)"} if "atari" in preset else set())
     pictures = [path.stem for path in tmp_path.glob("figure*.csv")]
-    for path in (tmp_path / f"{stem}.{ending}" for stem in pictures for ending in ("png", "svg")):
-        assert path.stat().st_size > 10_000
+    assert pictures and all((tmp_path / f"{stem}.{ending}").exists() for stem in pictures for ending in ("png", "svg"))
     assert (tmp_path / "figure_table.md").read_text().startswith("| task |")
 
 
@@ -210,21 +208,65 @@ def test_ctrl_c_in_a_terminal_reaches_the_script_once(tmp_path):
 # --- plans ---
 
 
+ATARI_GAMES = ["Freeway", "Hero", "Seaquest", "Venture", "Breakout", "Qbert", "Asterix", "BeamRider"]
+MUJOCO_TASKS = ["Hopper", "HalfCheetah", "Walker2d", "InvertedDoublePendulum", "Swimmer", "Ant"]
+GRID = itertools.product([1, 8, 32, 128, 256], [1, 10, 100, np.inf], [0.01, 0.1, 1])
+
+
 @pytest.mark.parametrize(
-    "preset, number, methods, envs, seeds",
+    "preset, methods, envs, seeds, steps",
     [
-        ("atari-figure", 160, 4, 8, 5),
-        ("mujoco-figure", 60, 2, 6, 5),
-        ("ablation", 120, 60, 2, 1),
-        ("curiosity", 20, 2, 1, 10),
+        (
+            "atari-figure",
+            [("bdpg_atari", {"eta": 0.1}), ("bdpg_atari", {"eta": 0}), ("ppo_wgan_atari", {}), ("ppo_qr_atari", {})],
+            [f"{game}NoFrameskip-v4" for game in ATARI_GAMES],
+            5,
+            10_000_000,
+        ),
+        (
+            "mujoco-figure",
+            [("bdpg_mujoco", {"eta": 0}), ("ppo_wgan_mujoco", {})],
+            [f"{task}-v5" for task in MUJOCO_TASKS],
+            5,
+            1_000_000,
+        ),
+        (
+            "ablation",
+            [("bdpg_atari", {"bootstrap_length": k, "u_bar": cap, "eta": eta}) for k, cap, eta in GRID],
+            ["BreakoutNoFrameskip-v4", "QbertNoFrameskip-v4"],
+            1,
+            151_000_000,
+        ),
     ],
 )
-def test_presets_are_the_experiments_of_the_paper(preset, number, methods, envs, seeds, tmp_path):
-    runs = run.plan(run.Args(preset=preset, run_dir=tmp_path))
-    assert len(runs) == len({item.folder for item in runs}) == number
-    assert len({item.method for item in runs}) == methods and {item.state() for item in runs} == {"new"}
-    assert len({item.env_id for item in runs}) == envs and len({item.seed for item in runs}) == seeds
-    assert not list(tmp_path.iterdir())
+def test_presets_are_the_experiments_of_the_paper(preset, methods, envs, seeds, steps, tmp_path):
+    planned = run.plan(run.Args(preset=preset, run_dir=tmp_path))
+    found = []
+    for item in planned:
+        script = importlib.import_module(Path(item.script).stem)
+        found.append((Path(item.script).stem, script.plain_args(tyro.cli(script.Args, args=item.command()[2:]))))
+    assert len(planned) == len({item.folder for item in planned}) == len(methods) * len(envs) * seeds
+    assert {item.state() for item in planned} == {"new"} and not list(tmp_path.iterdir())
+    for script, own in methods:  # all else is the script's default
+        default = importlib.import_module(script).Args()
+        for env_id, seed in itertools.product(envs, range(1, seeds + 1)):
+            wanted = dataclasses.asdict(default) | {"env_id": env_id, "seed": seed, "total_timesteps": steps, **own}
+            assert [(script, wanted)] == [
+                (name, args | {"run_dir": wanted["run_dir"]})
+                for name, args in found
+                if (name, args | own) == (script, args) and (args["env_id"], args["seed"]) == (env_id, seed)
+            ]
+
+
+def test_a_preset_with_more_values_goes_on_with_what_is_there(tmp_path):
+    few, more = (
+        {
+            item.folder
+            for item in run.plan(run.Args(preset="ablation", set=("u-bar=10", "bootstrap-length=1", etas), run_dir=tmp_path))
+        }
+        for etas in ("eta=0.1", "eta=0.1,1")
+    )
+    assert len(few) == 2 and len(more) == 4 and few < more
 
 
 def test_runs_go_seed_by_seed_so_that_what_is_stopped_early_can_be_compared(tmp_path):
@@ -283,8 +325,8 @@ def test_estimate_is_steps_over_speed_and_workers(capsys, tmp_path, monkeypatch)
         ("--scripts bdpg_mujoco.py --envs Hopper-v5 --total-timesteps 0", "--total-timesteps 0 is less"),
         ("--scripts bdpg_mujoco.py --envs Hopper-v5 --workers 0", "--workers"),
         ("--scripts bdpg_mujoco.py --envs Hopper-v5 --executor slurm --cpus 0", "--cpus"),
-        ("--preset curiosity --set eta=1", "tells the methods of curiosity apart"),
-        ("--preset curiosity --scripts bdpg_mujoco.py", "either --preset"),
+        ("--preset mujoco-figure --set eta=1", "tells the methods of mujoco-figure apart"),
+        ("--preset mujoco-figure --scripts bdpg_mujoco.py", "either --preset"),
         ("--scripts bdpg_mujoco.py", "--envs"),
     ],
 )
@@ -293,12 +335,25 @@ def test_bad_input_is_refused_before_anything_starts(options, words, capsys, tmp
     assert not list(tmp_path.iterdir())
 
 
-def test_slurm_without_submitit_or_a_cluster_is_refused(capsys, tmp_path, monkeypatch):
-    runs = [run.Run("m", "bdpg_mujoco.py", "Y", 1, tmp_path / "m" / "Y" / "seed-1", (), 1)]
-    monkeypatch.setitem(sys.modules, "submitit", None)
+def test_a_folder_for_the_runs_that_cannot_be_made_is_refused(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit, match="2"):
-        run.submit(runs, run.Args())
-    assert "pip install submitit" in capsys.readouterr().err
+        start(tmp_path / "file", "--scripts bdpg_mujoco.py --envs Pendulum-v1 --seeds 1")
+    assert "cannot be made" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"args": []}', '{"args": 1}', None])
+def test_a_damaged_record_is_named(text, capsys, tmp_path):
+    folder = tmp_path / "bdpg_mujoco" / "Pendulum-v1" / "seed-1" / "run"
+    folder.mkdir(parents=True)
+    (folder / "checkpoint-old.pt").touch()  # no number: none of the script's
+    if text is None:
+        (folder / "run.json").mkdir()
+    else:
+        (folder / "run.json").write_text(text)
+    assert f"{folder / 'run.json'} is damaged" in refusal(
+        capsys, f"--scripts bdpg_mujoco.py --envs Pendulum-v1 --run-dir {tmp_path}"
+    )
 
 
 # --- runs that fail or clash ---
@@ -356,6 +411,67 @@ def test_a_run_that_another_process_has_finished_meanwhile_is_finished(tmp_path)
 needs_submitit = pytest.mark.skipif(importlib.util.find_spec("submitit") is None, reason="submitit is not installed")
 
 
+@pytest.fixture
+def one_run(tmp_path):
+    return [run.Run("m", "bdpg_mujoco.py", "Y", 1, tmp_path / "m" / "Y" / "seed-1", (), 1)]
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """Writes commands of Slurm, as shell scripts, into a folder where they are found."""
+
+    def command(name, script):
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    command("srun", "")
+    return command
+
+
+def refused(capsys, runs, **options):
+    with pytest.raises(SystemExit, match="2"):
+        run.submit(runs, run.Args(**options))
+    *said_by_slurm, err = capsys.readouterr().err.splitlines()
+    assert err.startswith("error: ") and "Traceback" not in "".join(said_by_slurm)
+    return err
+
+
+def test_slurm_without_submitit_is_refused(capsys, one_run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    assert "pip install submitit" in refused(capsys, one_run)
+
+
+@needs_submitit
+def test_slurm_without_a_cluster_is_refused(capsys, one_run, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "Slurm does not take the jobs" in refused(capsys, one_run)
+
+
+@needs_submitit
+def test_slurm_gets_one_array_with_the_options_and_no_second_one(capsys, one_run, slurm, tmp_path):
+    slurm("sbatch", f"cp $1 {tmp_path}/batch.sh; echo Submitted batch job 77")
+    slurm("squeue", "[ $3 = 77 ] && echo 77_0 PENDING")
+    runs = one_run + [dataclasses.replace(one_run[0], seed=2)]
+    options = dict(preset="ablation", partition="long", hours=3, cpus=6, gpus=1, workers=40)
+    assert [job.job_id for job in run.submit(runs, run.Args(**options))] == ["77_0", "77_1"]
+    found = set(re.findall(r"^#SBATCH (--.+)$", (tmp_path / "batch.sh").read_text(), re.M))
+    assert {
+        "--array=0-1%2",
+        "--partition=long",
+        "--time=180",
+        "--cpus-per-task=6",
+        "--gpus-per-node=1",
+        "--job-name=ablation",
+    } <= found
+    assert "scancel 77" in refused(capsys, runs, **options)
+    slurm("squeue", "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1")  # when it has ended
+    slurm("sbatch", "echo sbatch: error: invalid partition specified: lon >&2; exit 1")
+    assert "invalid partition specified: lon)." in refused(capsys, runs, **options)
+
+
 @needs_submitit
 def test_grid_runs_as_jobs_of_submitit(tmp_path, monkeypatch, capsys):
     import submitit
@@ -380,7 +496,7 @@ def test_a_job_whose_time_is_up_saves_and_hands_in_the_rest(tmp_path, forked, mo
     os.kill(job.process.pid, signal.SIGUSR2)  # Slurm sends it to all processes of a job, and the script must survive it
     rest = job.checkpoint()
     assert item.state() == "to resume" and "stopped early" in item.log_tail()
-    shorter = run.plan(run.dataclasses.replace(args, total_timesteps=item.steps_saved() + 64))
+    shorter = run.plan(dataclasses.replace(args, total_timesteps=item.steps_saved() + 64))
     rest.function.run = shorter[0]
     assert rest.function() is None and shorter[0].state() == "finished"
     assert len(list(tmp_path.rglob("run.json"))) == 1
@@ -465,6 +581,66 @@ def test_curves_are_mean_and_standard_deviation_over_runs(tmp_path):
     assert {float(row["step"]) for row in (bdpg[-1], rows[-1])} == {3000.0} and float(rows[-1]["mean"]) == 7
 
 
+def test_all_curves_are_averaged_over_the_papers_interval(tmp_path):
+    also = [("losses/policy", value, 1000 * (index + 1)) for index, value in enumerate([1.0, 2.0, 6.0, 5.0, 7.0])]
+    write_run(tmp_path, [3.0, 6.0], interval=3, also=also, eta=0.1)  # intervals end at 3,000 and 6,000 steps, the log at 5,000
+    (run,) = plot.read_runs([tmp_path])
+    steps, values = plot.averaged(run, "losses/policy")
+    assert steps.tolist() == [3000, 5000] and values.tolist() == [3.0, 6.0]
+    run.curves["losses/policy"] = np.array([[0.0, 3000.0], [1.0, 2.0]])  # the start is before the first interval
+    assert [column.tolist() for column in plot.averaged(run, "losses/policy")] == [[0, 3000], [1, 2]]
+
+
+@pytest.mark.parametrize("number", [1, 2, 4, 7])
+def test_legend_is_as_wide_as_the_picture_at_most(number, tmp_path, monkeypatch):
+    for cap in range(number):
+        write_run(tmp_path, [1.0, 2.0], eta=0.1, u_bar=10.0**cap)
+    pictures = []
+    monkeypatch.setattr(plot, "save", lambda figure, *rest: pictures.append(figure))
+    plotted(tmp_path, tmp_path / "figure")
+    figure = pictures[0]
+    figure.draw_without_rendering()
+    (legend,), box = figure.legends, figure.legends[0].get_window_extent()
+    assert len(legend.get_texts()) == number and 0 <= box.x0 and box.x1 <= figure.bbox.x1 and 0 <= box.y0
+    assert box.y1 <= figure.axes[0].get_tightbbox().y0 and len(figure.axes[0].lines) == number
+
+
+def test_too_many_methods_for_a_picture_are_refused(tmp_path, capsys):
+    for cap in range(plot.MOST_METHODS + 1):
+        write_run(tmp_path, [1.0, 2.0], eta=0.1, u_bar=10.0**cap)
+    with pytest.raises(SystemExit, match="2"):
+        plotted(tmp_path, tmp_path / "figure")
+    assert "13 methods are more than a picture can show" in capsys.readouterr().err
+    plotted(tmp_path, tmp_path / "figure", "--maps-at", "0")
+    with pytest.raises(SystemExit, match="2"):
+        plotted(tmp_path, tmp_path / "figure", "--maps-at", "0", "2000")
+    assert "has a score from step 2,000 on" in capsys.readouterr().err
+
+
+def test_scores_say_up_to_which_step_they_count(tmp_path):
+    write_run(tmp_path, [1.0, 2.0, 3.0, 4.0], eta=0.1)
+    write_run(tmp_path, [1.0, 2.0], eta=0.1, seed=2)  # a run that crashed
+    plotted(tmp_path, tmp_path / "figure")
+    (row,) = [row for row in read_csv(tmp_path / "figure_scores.csv") if row["task"] == "Breakout"]
+    assert (row["up to step"], row["mean"], row["runs"]) == ("2000", "2.0", "2")
+
+
+def test_no_interval_where_a_task_has_a_single_run():
+    two, one = np.array([1.0, 2.0]), np.array([3.0])
+    assert np.isnan(plot.iqm_interval([two, one])[1:]).all() and np.isnan(plot.improvement_interval([(two, one)])[1:]).all()
+    assert np.isfinite(plot.iqm_interval([two, two])).all() and np.isfinite(plot.improvement_interval([(two, two)])).all()
+
+
+def test_the_same_runs_give_the_same_files(tmp_path):
+    for seed in (1, 2):
+        write_run(tmp_path / "runs", [1.0, 2.0], eta=0.1, seed=seed)
+    for name in ("one", "two"):
+        plotted(tmp_path / "runs", tmp_path / name / "figure")
+    files = sorted((tmp_path / "one").iterdir())
+    assert {path.suffix for path in files} == {".png", ".svg", ".csv", ".md"}
+    assert all(path.read_bytes() == (tmp_path / "two" / path.name).read_bytes() for path in files)
+
+
 def test_final_scores_are_normalised_by_human_and_random_play(tmp_path):
     for seed, score in enumerate((30.5, 59.3)):  # a human's score, and twice as far from a random player's
         write_run(tmp_path, [0.0] * 8 + [score - 1, score + 1], seed=seed, eta=0.0)
@@ -510,7 +686,7 @@ def test_a_single_run_has_no_interval(tmp_path):
     plotted(tmp_path, tmp_path / "figure.v1")
     for row in read_csv(tmp_path / "figure.v1_scores.csv"):
         assert float(row["mean"]) == float(row["IQM"]) > 0 and row["std"] == row["95 % from"] == row["to"] == ""
-    assert "| all tasks | PPO+QR > BDPG" not in (text := (tmp_path / "figure.v1_table.md").read_text())
+    assert "| PPO+QR > BDPG" not in (text := (tmp_path / "figure.v1_table.md").read_text())
     assert "| BDPG > PPO+QR | 1 | 0 |  |  |" in text and "nan" not in text
 
 
@@ -603,6 +779,11 @@ def test_kept_runs_are_small_and_give_the_same_pictures(tmp_path, capsys, monkey
     files[0].write_text("".join(files[0].read_text().splitlines(keepends=True)[:3]) + "broken")
     assert len(plot.read_curves(files[0].parent)["charts/averaged_score"][0]) == 2
     assert f"skipped the end of {files[0]}" in capsys.readouterr().err
+    other = write_run(tmp_path / "other", [1.0], eta=0.5)
+    other.rename(tmp_path / "other" / files[0].parent.name)
+    with pytest.raises(SystemExit):
+        plotted(tmp_path / "other", tmp_path / "again", "--keep", str(tmp_path / "kept"))
+    assert "is of another run than" in capsys.readouterr().err and json.loads(files[1].read_text())["args"]["eta"] == 0.1
     with pytest.raises(SystemExit):
         plotted(tmp_path / "runs", tmp_path / "third", "--tags", "losses/polcy")
     assert "no run has logged losses/polcy; did you mean losses/policy?" in capsys.readouterr().err

@@ -94,12 +94,16 @@ def test_in_miniature_and_again(tmp_path, capsys):
     assert all(0 < 3600 * job["hours"] < 600 for job in again)
 
 
-def test_a_run_that_gives_up_does_not_hang_the_study(tmp_path, monkeypatch):
+def test_a_run_that_gives_up_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(curiosity.bdpg, "check_args", lambda args: None)
-    with pytest.raises(RuntimeError, match=r"gave up; .*log\.txt says why"):
-        curiosity.main(curiosity.Args(envs=("SparsePendulum-v0",), seeds=(-1,), workers=2, output=tmp_path))
-    logs = [log.read_text() for log in tmp_path.glob("runs/*/*/log.txt")]
-    assert any("--seed must lie" in log for log in logs)
+    args = curiosity.Args(envs=("SparsePendulum-v0",), seeds=(-1,), workers=2, output=tmp_path)
+    assert curiosity.main(args) == 1
+    failures = capsys.readouterr().err.splitlines()
+    logs = {str(log): log.read_text() for log in tmp_path.glob("runs/*/*/log.txt")}
+    assert len(logs) == len(failures) == 3 and all("--seed must lie" in log for log in logs.values())
+    for arm in curiosity.ARMS:
+        (line,) = [line for line in failures if line.startswith(f"failed: SparsePendulum-v0, {arm}, -1, ")]
+        assert any(line.endswith(f": {log} says why") for log in logs)
 
 
 @pytest.mark.parametrize(
