@@ -4,7 +4,7 @@ BDPG is PPO whose critic is a return *distribution*: a generator G(z, s) turns a
 an encoder q(z|x, s) infers the latent behind a Bellman target x, and both prior and encoder learn from a discriminator
 D(x, z, s) that they play against. How far a Bellman target moves the posterior over z is an information gain, which can be
 paid to the policy as a curiosity reward. Paper: Li & Faisal, "Bayesian Distributional Policy Gradients", AAAI 2021; "Eq." and
-"line" in the comments refer to it and to its Algorithm 1. Metrics, implementation details and results: docs/bdpg.md.
+"line" in the comments refer to it and to its Algorithm 1. Metrics, details, departures from it and results: docs/bdpg.md.
 
     python bdpg_mujoco.py --env-id Hopper-v5
     python bdpg_mujoco.py --env-id MountainCarContinuous-v0 --total-timesteps 300000 --eta 0.1
@@ -119,7 +119,7 @@ class Args:
     law_coef: float = 4.0
     """weight of the term that holds the law of G over the prior to the law of x; 0 is the paper's regression alone"""
     r1_coef: float = 0.3
-    """weight of the gradient penalty on the discriminator's (x, z) inputs; 0 lets the return distribution collapse"""
+    """weight of the penalty on the discriminator's slope in (x, z), over both joints; 0 for none, which learns worse laws"""
 
 
 def fail(message):
@@ -632,7 +632,7 @@ def discriminator_loss(model, joints, c, r1_coef):
     generated, inferred = logits = model.discriminate(inputs, c)
     loss, penalty = F.softplus(-generated).mean() + F.softplus(inferred).mean(), torch.zeros_like(generated[0])
     if r1_coef > 0:
-        # Without a bound on its slope D wins or gives up, the encoder learns to ignore x, and G collapses to the mean.
+        # Without a bound on its slope D wins or gives up, and encoder and prior learn little from it.
         (slopes,) = torch.autograd.grad(logits.sum(), inputs, create_graph=True)
         penalty = r1_coef * slopes.square().sum(-1).mean()
     return loss, penalty, torch.stack([generated > 0, inferred < 0]).float().mean()
@@ -640,7 +640,7 @@ def discriminator_loss(model, joints, c, r1_coef):
 
 # BDPG:
 def encoder_prior_loss(model, joints, c):
-    """-log(1 - D(x̃, z, s)) - log D(x, z̃, s) (line 18, Eq. 11)."""
+    """-log(1 - D(x̃, z, s)) - log D(x, z̃, s) (line 18): Eq. 11 with the labels swapped."""
     generated, inferred = model.discriminate(joints, c)
     return F.softplus(generated).mean() + F.softplus(-inferred).mean()
 
@@ -916,7 +916,7 @@ def train(args):
             if args.target == "sr":
                 x = sr_targets(rewards, next_g, *gae_args)  # line 11
             else:
-                x = k_step_gae(rewards, g, next_g, *gae_args) + g  # line 11
+                x = k_step_gae(rewards, g, next_g, *gae_args) + g  # lines 10-11
 
             # --- curiosity (BDPG: lines 12-13, Eqs. 13-14) ---
             policy_rewards = rewards

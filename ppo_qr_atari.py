@@ -3,7 +3,7 @@
 The baseline of the BDPG paper with a discrete return distribution: one layer on the state embedding gives the return's quantiles,
 which quantile regression fits to the Bellman targets x; a sampled return is a quantile picked at random. All else is
 bdpg_atari.py to the letter (`diff` them); it explores naively. Paper: Li & Faisal, "Bayesian Distributional Policy Gradients",
-AAAI 2021; "Eq." and "line" in the comments refer to it and to its Algorithm 1. Metrics, implementation details and results:
+AAAI 2021; "Eq." and "line" in the comments refer to it and to its Algorithm 1. Metrics, details, departures from it and results:
 docs/ppo_qr.md.
 
     python ppo_qr_atari.py --env-id SeaquestNoFrameskip-v4
@@ -685,7 +685,7 @@ def train(args):
             if args.target == "sr":
                 x = sr_targets(rewards, next_g, *gae_args)  # line 11
             else:
-                x = k_step_gae(rewards, g, next_g, *gae_args) + g  # line 11
+                x = k_step_gae(rewards, g, next_g, *gae_args) + g  # lines 10-11
 
             # --- curiosity (BDPG: lines 12-13, Eqs. 13-14) ---
             policy_rewards = rewards

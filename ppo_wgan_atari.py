@@ -4,7 +4,7 @@ The baseline of the BDPG paper that generates returns without inferring anything
 into a sampled return, and a critic f(x, s), whose slope in x is at most 1, measures the Wasserstein distance between samples and
 Bellman targets x; the mean of the samples also learns by regression. All else is bdpg_atari.py to the letter (`diff` them); it
 explores naively. Paper: Li & Faisal, "Bayesian Distributional Policy Gradients", AAAI 2021; "Eq." and "line" in the comments
-refer to it and to its Algorithm 1. Metrics, implementation details and results: docs/ppo_wgan.md.
+refer to it and to its Algorithm 1. Metrics, details, departures from it and results: docs/ppo_wgan.md.
 
     python ppo_wgan_atari.py --env-id SeaquestNoFrameskip-v4
     python ppo_wgan_atari.py --env-id ALE/Breakout-v5 --total-timesteps 1000000
@@ -755,7 +755,7 @@ def train(args):
             if args.target == "sr":
                 x = sr_targets(rewards, next_g, *gae_args)  # line 11
             else:
-                x = k_step_gae(rewards, g, next_g, *gae_args) + g  # line 11
+                x = k_step_gae(rewards, g, next_g, *gae_args) + g  # lines 10-11
 
             # --- curiosity (BDPG: lines 12-13, Eqs. 13-14) ---
             policy_rewards = rewards

@@ -759,7 +759,7 @@ def train(args):
             if args.target == "sr":
                 x = sr_targets(rewards, next_g, *gae_args)  # line 11
             else:
-                x = k_step_gae(rewards, g, next_g, *gae_args) + g  # line 11
+                x = k_step_gae(rewards, g, next_g, *gae_args) + g  # lines 10-11
 
             # --- curiosity (BDPG: lines 12-13, Eqs. 13-14) ---
             policy_rewards = rewards
