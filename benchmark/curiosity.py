@@ -128,15 +128,7 @@ def report(jobs, args):
     envs = [env for env in GOALS if any(job["env"] == env for job in jobs)]
     plt.rcParams.update({"font.size": 13, "axes.titlesize": "medium", "svg.hashsalt": "fixed"})
     figure, axes = plt.subplots(1, len(envs), figsize=(1 + 3.6 * len(envs), 3.8), squeeze=False, layout="constrained")
-    header = [
-        "task",
-        "arm",
-        "seeds",
-        "return, last 20 episodes",
-        "reached the goal",
-        "steps until then, median of these",
-        "still there",
-    ]
+    header = ["task", "arm", "seeds", "return, last 20 episodes", "reached the goal", "their median step", "still there"]
     rows, lines = [], []
     for env, axis in zip(envs, axes[0], strict=True):
         for arm, (colour, line_style) in ARMS.items():
