@@ -243,9 +243,15 @@ def score_interval(run):
 
 
 def averaged(run, tag):
-    """A curve as the paper draws it: averaged over each interval, as the averaged score is already, and put at its end."""
+    """A curve as the paper draws it: its mean over each interval, as the averaged score is already, put at the last step of it.
+
+    The last interval counts only if the run has completed it, unless it is the only one."""
     steps, values = run.curves[tag]
-    starts = np.flatnonzero(np.diff(np.ceil(steps / score_interval(run)), prepend=-1))
+    intervals = np.ceil(steps / score_interval(run))
+    whole = intervals * score_interval(run) <= run.end
+    if whole.any():
+        steps, values, intervals = steps[whole], values[whole], intervals[whole]
+    starts = np.flatnonzero(np.diff(intervals, prepend=-1))
     counts = np.diff(starts, append=len(steps))
     return steps[starts + counts - 1], np.add.reduceat(values, starts) / counts
 

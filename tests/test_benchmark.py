@@ -580,13 +580,21 @@ def test_curves_are_mean_and_standard_deviation_over_runs(tmp_path):
 
 
 def test_all_curves_are_averaged_over_the_papers_interval(tmp_path):
-    also = [("losses/policy", value, 1000 * (index + 1)) for index, value in enumerate([1.0, 2.0, 6.0, 5.0, 7.0])]
-    write_run(tmp_path, [3.0, 6.0], interval=3, also=also, eta=0.1)  # intervals end at 3,000 and 6,000 steps, the log at 5,000
+    """Of three batches; the run ends in the middle of the third interval, which does not count."""
+    values = [1.0, 2.0, 6.0, 5.0, 7.0, 0.0, 9.0]
+    also = [("losses/policy", value, 1000 * (index + 1)) for index, value in enumerate(values)]
+    also += [("charts/episodic_return", 4.0, 1500), ("charts/episodic_return", 8.0, 2900), ("charts/episodic_return", 3.0, 5900)]
+    write_run(tmp_path, [3.0, 6.0], interval=3, also=also, eta=0.1)
     (run,) = plot.read_runs([tmp_path])
-    steps, values = plot.averaged(run, "losses/policy")
-    assert steps.tolist() == [3000, 5000] and values.tolist() == [3.0, 6.0]
-    run.curves["losses/policy"] = np.array([[0.0, 3000.0], [1.0, 2.0]])  # the start is before the first interval
-    assert [column.tolist() for column in plot.averaged(run, "losses/policy")] == [[0, 3000], [1, 2]]
+    for tag, steps, means in (
+        ("losses/policy", [3000, 6000], [3, 4]),
+        ("charts/episodic_return", [2900, 5900], [6, 3]),
+        ("charts/averaged_score", [2000], [4.5]),  # what is there twice in an interval is averaged
+    ):
+        assert [column.tolist() for column in plot.averaged(run, tag)] == [steps, means]
+    run.end = 2500  # of a run that has not completed an interval, all counts
+    run.curves["losses/policy"] = np.array([[1000.0, 2000.0], [2.0, 4.0]])
+    assert [column.tolist() for column in plot.averaged(run, "losses/policy")] == [[2000], [3]]
 
 
 @pytest.mark.parametrize("number", [1, 2, 4, 7])
