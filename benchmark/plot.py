@@ -13,6 +13,7 @@ import difflib
 import itertools
 import json
 import sys
+import textwrap
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -284,10 +285,11 @@ def single_runs(tasks, ends, share, methods):
 # --- pictures ---
 
 
-def panels(number, columns, width=3.1, height=2.9):
+def panels(number, columns, width=3.1, height=2.9, margin=0.6):
+    """Axes of the given size in inches, in rows, with a margin to their left."""
     rows = -(-number // columns)
     columns = -(-number // rows)  # six panels in two rows of three, not in one of four and one of two
-    size = (0.6 + max(width * columns, 5), 0.8 + height * rows)  # the legend needs some width
+    size = (margin + max(width * columns, 5), 0.8 + height * rows)  # the legend needs some width
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
     for axis in axes.flat[number:]:
         axis.remove()
@@ -339,13 +341,15 @@ def draw_curves(tasks, ends, methods, tag, path):
 
 def draw_intervals(boxes, labels, path, xlabel, header, width=3.1, xlim=None, colours=COLOURS):
     """Points with 95 % intervals, a row for each label; boxes: {title: {label: (..., point, low, high)}}. Returns the table."""
-    figure, axes = panels(len(boxes), 4, width, height=0.9 + 0.35 * len(labels))
+    names = [textwrap.fill(label, 36) for label in labels]
+    lines = "\n".join(names).split("\n")
+    figure, axes = panels(len(boxes), 4, width, height=0.9 + 0.35 * len(lines), margin=0.1 * max(map(len, lines)))
     for axis, (title, box) in zip(axes, boxes.items(), strict=True):
         for label, (*_, point, low, high) in box.items():
             y, colour = labels.index(label), colours[labels.index(label) % len(colours)]
             axis.plot([low, high], [y, y], color=colour, lw=7, alpha=0.4, solid_capstyle="butt")
             axis.plot(point, y, "o", color=colour)
-        axis.set_yticks(range(len(labels)), labels if axis.get_subplotspec().is_first_col() else [""] * len(labels))
+        axis.set_yticks(range(len(labels)), names if axis.get_subplotspec().is_first_col() else [""] * len(labels))
         axis.set(title=title, xlim=xlim, ylim=(len(labels) - 0.5, -0.5))
         axis.locator_params(axis="x", nbins=4)
         axis.grid(axis="x", alpha=0.4)
