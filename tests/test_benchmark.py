@@ -134,9 +134,9 @@ def read_csv(path):
 
 # --- presets in miniature: run, interrupt, resume, plot ---
 
-BREAKOUT = ("BreakoutNoFrameskip-v4", ["num-envs=1", "num-steps=128", "minibatch-size=128"], 3)
-MINIATURES = {  # task, settings, iterations after which a run has scores, and the number of methods
-    "mujoco-figure": ("InvertedDoublePendulum-v5", [], 8, 2),
+BREAKOUT = ("BreakoutNoFrameskip-v4", ["num-envs=1", "num-steps=128", "minibatch-size=128"], 16)
+MINIATURES = {  # task, settings, iterations of a run (some 2,000 steps), and the number of methods
+    "mujoco-figure": ("InvertedDoublePendulum-v5", [], 64, 2),
     "atari-figure": (*BREAKOUT, 4),
     "ablation": (*BREAKOUT, 2),
 }
