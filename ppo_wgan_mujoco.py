@@ -192,8 +192,13 @@ class ParallelEnvs:
         self.rows = np.array_split(range(args.num_envs), min(args.num_envs, NUM_PROCESSES))
         self.row, self.pipes, self.processes = make_row(args, self.rows[0]), [], []
         self.envs = self.row.envs
-        self.single_observation_space, self.single_action_space = self.row.single_observation_space, self.row.single_action_space
-        self.end_processes = Finalize(self, end_rows, (self.processes,), exitpriority=0)  # by close(), or else at the end
+        self.single_observation_space, self.single_action_space = (
+            self.row.single_observation_space,
+            self.row.single_action_space,
+        )
+        self.end_processes = Finalize(
+            self, end_rows, (self.processes,), exitpriority=0
+        )  # by close(), or else at the end
         for indices in self.rows[1:]:
             pipe, other_end = multiprocessing.Pipe()
             process = multiprocessing.Process(target=serve_row, args=(other_end, pipe, args, indices))
@@ -219,7 +224,9 @@ class ParallelEnvs:
     def step(self, actions):
         results = self.call("step", [{"actions": actions[indices]} for indices in self.rows])
         *outcome, infos = zip(*results, strict=True)
-        final_obs = [info.get("final_obs", [None] * len(indices)) for info, indices in zip(infos, self.rows, strict=True)]
+        final_obs = [
+            info.get("final_obs", [None] * len(indices)) for info, indices in zip(infos, self.rows, strict=True)
+        ]
         return *map(np.concatenate, outcome), {"final_obs": sum(map(list, final_obs), [])}
 
     def close(self):
@@ -279,7 +286,9 @@ def make_envs(args, video_dir):
     except (gym.error.Error, ImportError) as error:
         fail(f"{args.env_id} cannot be made: {str(error).splitlines()[0]}")
     if isinstance(envs.single_action_space, gym.spaces.Discrete):
-        fail(f"{args.env_id} has discrete actions, and this script is for continuous ones: bdpg_atari.py plays Atari games.")
+        fail(
+            f"{args.env_id} has discrete actions, and this script is for continuous ones: bdpg_atari.py plays Atari games."
+        )
     for space in (envs.single_action_space, envs.single_observation_space):
         if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
             fail(f"{args.env_id} has the space {space}, but this script needs vectors of real numbers.")
@@ -403,7 +412,9 @@ class ConditionalMLP(nn.Module):
 
     def __init__(self, input_dim, state_dim, output_dim, hidden):
         super().__init__()
-        self.from_inputs = nn.Parameter(nn.init.orthogonal_(torch.empty(input_dim, hidden[0]), 3.0))  # nn.Linear would be slower
+        self.from_inputs = nn.Parameter(
+            nn.init.orthogonal_(torch.empty(input_dim, hidden[0]), 3.0)
+        )  # nn.Linear would be slower
         self.from_state = layer_init(nn.Linear(state_dim, hidden[0]), std=1.0)
         self.middle = layer_init(nn.Linear(hidden[0], hidden[1]))
         self.output = layer_init(nn.Linear(hidden[1], output_dim), std=1.0)
@@ -422,7 +433,9 @@ class Trunk(nn.Module):
     def __init__(self, obs_dim):
         super().__init__()
         width = self.output_dim
-        self.net = nn.Sequential(layer_init(nn.Linear(obs_dim, width)), nn.Tanh(), layer_init(nn.Linear(width, width)), nn.Tanh())
+        self.net = nn.Sequential(
+            layer_init(nn.Linear(obs_dim, width)), nn.Tanh(), layer_init(nn.Linear(width, width)), nn.Tanh()
+        )
 
     def forward(self, obs):
         return self.net(obs)
@@ -637,7 +650,9 @@ def distribution_metrics(samples, x):
 def start_run(args, run_dir, global_step):
     """Makes the run's folder, writes down what it takes to repeat the run, and opens its log at `global_step`."""
     try:
-        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+        git = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
+        ).stdout.strip()
     except FileNotFoundError:
         git = ""
     packages = ["torch", "numpy", "gymnasium", "mujoco", "ale-py"]
@@ -712,7 +727,9 @@ def check_same_run(args, saved):
     free = ("total_timesteps", "run_dir", "save_every", "resume", "cuda", "track", "wandb_project", "capture_video")
     now = plain_args(args)
     then = {name: saved.get(name, "not there") for name in now}
-    changed = [f"{name} was {then[name]}, now {now[name]}" for name in now if name not in free and now[name] != then[name]]
+    changed = [
+        f"{name} was {then[name]}, now {now[name]}" for name in now if name not in free and now[name] != then[name]
+    ]
     if changed:
         fail(f"a resumed run keeps its arguments, but {'; '.join(changed)}.")
 
@@ -758,7 +775,9 @@ def train(args):
             ctypes.CDLL(None).mallopt(parameter, value)
 
     start = time.strftime("%Y%m%d-%H%M%S")  # with the process id, for runs that start in the same second
-    run_dir = args.run_dir / f"{args.env_id.replace('/', '-')}__{Path(__file__).stem}__{args.seed}__{start}-{os.getpid()}"
+    run_dir = (
+        args.run_dir / f"{args.env_id.replace('/', '-')}__{Path(__file__).stem}__{args.seed}__{start}-{os.getpid()}"
+    )
     if args.resume is not None:
         checkpoint, path = load_checkpoint(args.resume)
         run_dir = path.parent
@@ -776,7 +795,9 @@ def train(args):
                 optimizer.load_state_dict(checkpoint["optimizers"][name])
             recent_scores.extend(checkpoint["recent_scores"])
             interval_scores.extend(checkpoint["interval_scores"])
-            iterations_done, global_step, seconds_before = (checkpoint[key] for key in ("iteration", "global_step", "seconds"))
+            iterations_done, global_step, seconds_before = (
+                checkpoint[key] for key in ("iteration", "global_step", "seconds")
+            )
             torch.set_rng_state(checkpoint["rng"])
             torch.cuda.set_rng_state_all(checkpoint["cuda_rng"][: torch.cuda.device_count()])
         except (KeyError, ValueError, RuntimeError, TypeError) as error:
@@ -795,7 +816,9 @@ def train(args):
     next_obs = agent.observe(reset_envs(envs, env_seed), learn=args.resume is None)
     per_step = (args.num_steps, args.num_envs)  # the outcome of step t is stored at index t
     obs = torch.zeros(per_step + next_obs.shape[1:], dtype=next_obs.dtype, device=device)
-    actions = torch.as_tensor(np.zeros(per_step + envs.single_action_space.shape, envs.single_action_space.dtype), device=device)
+    actions = torch.as_tensor(
+        np.zeros(per_step + envs.single_action_space.shape, envs.single_action_space.dtype), device=device
+    )
     raw_rewards = torch.zeros(per_step, device=device)
     terminations = torch.zeros(per_step, dtype=torch.bool, device=device)
     dones = torch.zeros(per_step, dtype=torch.bool, device=device)
@@ -803,7 +826,9 @@ def train(args):
     episode_returns, episode_lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=int)
     start_time, last_line_time = time.time(), 0
     in_terminal = sys.stderr.isatty()
-    progress = tqdm(total=num_iterations * batch_size, initial=global_step, unit=" steps", unit_scale=True, disable=not in_terminal)
+    progress = tqdm(
+        total=num_iterations * batch_size, initial=global_step, unit=" steps", unit_scale=True, disable=not in_terminal
+    )
 
     for iteration in range(iterations_done + 1, num_iterations + 1):  # line 2
         fraction_left = 1 - (iteration - 1) / num_iterations if args.anneal_lr else 1
@@ -924,7 +949,9 @@ def train(args):
 
         # --- checkpoint ---
         broken = [name for name, parameter in agent.named_parameters() if not parameter.isfinite().all()]
-        if not all(math.isfinite(metrics[f"losses/{name}"]) for name in history[0]):  # then name the loss that went first
+        if not all(
+            math.isfinite(metrics[f"losses/{name}"]) for name in history[0]
+        ):  # then name the loss that went first
             broken = [f"losses/{name}" for losses in history for name, value in losses.items() if not value.isfinite()]
         if broken:
             writer.close()
@@ -952,7 +979,9 @@ def train(args):
     envs.close()
     writer.close()
     minutes = (seconds_before + seconds) / 60
-    print(f"{global_step:,} steps in {minutes:.1f} min; score over the last {len(recent_scores)} episodes: {score}; run: {run_dir}")
+    print(
+        f"{global_step:,} steps in {minutes:.1f} min; score over the last {len(recent_scores)} episodes: {score}; run: {run_dir}"
+    )
     if STOP_SIGNALS and iteration < num_iterations:
         print(f"stopped early; to go on: {resume_command}")
         raise SystemExit(128 + STOP_SIGNALS[0])
