@@ -25,7 +25,6 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections import deque
 from dataclasses import dataclass, replace
 from importlib.metadata import distributions
 from pathlib import Path
@@ -121,7 +120,6 @@ class Args:
 
 
 def fail(message):
-    """Ends the program with one sentence in place of a traceback."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -156,7 +154,7 @@ class Environments:
 
                 self.in_envpool = args.env_id in envpool.list_all_envs()
             if self.in_envpool:
-                threads = min(args.num_envs, torch.get_num_threads())
+                threads = torch.get_num_threads()
                 self.envs = envpool.make_gymnasium(args.env_id, num_envs=args.num_envs, seed=seed, num_threads=threads)
             else:
                 makers = [lambda: gym.make(args.env_id, disable_env_checker=True, **render)] * args.num_envs
@@ -195,6 +193,7 @@ class RunningMeanStd(nn.Module):
         super().__init__()
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
+        self.register_buffer("std", torch.ones(shape, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
     def update(self, batch):
@@ -203,10 +202,7 @@ class RunningMeanStd(nn.Module):
         weight = len(batch) / self.count.item()
         self.var.lerp_(var + (1 - weight) * (mean - self.mean).square(), weight)
         self.mean.lerp_(mean, weight)
-
-    @property
-    def std(self):
-        return torch.sqrt(self.var + 1e-8)
+        self.std = torch.sqrt(self.var + 1e-8)
 
 
 def k_step_gae(rewards, g, next_g, terminations, dones, gamma, gae_lambda, k):
@@ -339,7 +335,7 @@ class Agent(nn.Module):
         self.policy = Policy(obs_dim, action_dim, args.log_std_init)
         self.reward_stats = RunningMeanStd()
         # BDPG:
-        self.return_model = ReturnModel(state_dim, (state_dim, state_dim // 2), args)
+        self.return_model = ReturnModel(state_dim, (64, 32), args)
         self.u_stats = RunningMeanStd()
 
     def observe(self, obs, learn=True):
@@ -394,8 +390,9 @@ def descend(optimizer, loss, max_grad_norm):
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     optimizer.zero_grad()
     loss.backward(inputs=parameters)
-    nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+    grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
     optimizer.step()
+    return grad_norm
 
 
 # --- the run's folder ---
@@ -450,17 +447,6 @@ def load_checkpoint(path):
         fail(f"{path} is no whole checkpoint of this version of {Path(__file__).name} ({repr(error).splitlines()[0]}).")
 
 
-def restore(checkpoint, agent, optimizers):
-    try:
-        agent.load_state_dict(checkpoint["agent"])
-        for name, optimizer in optimizers.items():
-            optimizer.load_state_dict(checkpoint["optimizers"][name])
-            if any(v.shape not in ((), p.shape) for p, state in optimizer.state.items() for v in state.values()):
-                raise ValueError(f"the {name} optimiser has other shapes")
-    except Exception as error:
-        fail(f"the checkpoint does not fit this script ({repr(error).splitlines()[0]}).")
-
-
 STOP_SIGNALS = []
 
 
@@ -494,20 +480,27 @@ def train(args):
     envs = Environments(args, seed)
     torch.set_num_threads(1)  # MuJoCo: networks this small gain nothing from more
     agent = Agent(envs, args).to(device)  # line 1
-    model = agent.return_model
+    model = agent.return_model  # BDPG:
     optimizers = make_optimizers(agent, args)
-    if args.resume:
-        restore(start, agent, optimizers)
+    try:
+        agent.load_state_dict(start.get("agent", agent.state_dict()))
+        for name, state in start.get("optimizers", {}).items():
+            optimizers[name].load_state_dict(state)
+            if any(
+                v.shape not in ((), p.shape) for p, values in optimizers[name].state.items() for v in values.values()
+            ):
+                raise ValueError(f"the {name} optimiser has other shapes")
+    except Exception as error:
+        fail(f"{args.resume} does not fit this script ({repr(error).splitlines()[0]}).")
     name = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     run_dir = Path(args.resume or f"{args.run_dir}/{re.sub('[/:]', '-', name)}")
     record, lock = start_run(args, run_dir)
     global_step = start["iteration"] * batch_size
     writer = SummaryWriter(run_dir, purge_step=global_step + 1)  # a resumed log goes on where the checkpoint was
-    writer.add_text("run", f"```\n{json.dumps(record, indent=2)}\n```", global_step)
     resume_command = shlex.join(["python", sys.argv[0], "--resume", str(run_dir)])
 
     next_obs, reward_sum = agent.observe(envs.reset(), learn=not args.resume), np.zeros(args.num_envs)
-    episode_returns, recent_scores = np.zeros(args.num_envs), deque(start["recent_scores"], maxlen=100)
+    episode_returns, recent_scores = np.zeros(args.num_envs), start["recent_scores"]
     start_time = time.time()
 
     for iteration in range(start["iteration"] + 1, num_iterations + 1):  # line 2
@@ -541,30 +534,30 @@ def train(args):
             rewards = (raw_rewards / agent.reward_stats.std).clamp(-10, 10).float()  # returns of about unit scale
             embeddings = agent.trunk(obs)  # MuJoCo: the policy does without
             log_probs = agent.policy(obs, embeddings).log_prob(actions)
-            samples = model.sample(torch.cat([embeddings, agent.trunk(next_obs)[None]]), args.num_return_samples)
-            samples, next_samples = samples[:, :-1], samples[:, 1:].clone()
             if cut_short:  # a truncated step is followed by its own episode's last state, not by the next one's first
                 steps, indices, last_obs = zip(*cut_short, strict=True)
                 last_embeddings = agent.trunk(agent.observe(np.stack(last_obs), learn=False))
+            ends = (terminations, terminations | truncations, args.gamma, args.gae_lambda, k)
+            # BDPG:
+            samples = model.sample(torch.cat([embeddings, agent.trunk(next_obs)[None]]), args.num_return_samples)
+            samples, next_samples = samples[:, :-1], samples[:, 1:].clone()
+            if cut_short:
                 next_samples[:, steps, indices] = model.sample(last_embeddings, args.num_return_samples)
             g, next_g = samples[0], next_samples[0]
-            ends = (terminations, terminations | truncations, args.gamma, args.gae_lambda, k)
             x_lambda = k_step_gae(rewards, g, next_g, *ends) + g  # lines 10-11
             x = sr_targets(rewards, next_g, *ends) if args.target == "sr" else x_lambda
             b = model.centre(embeddings)
             model.track_residuals(x - b)
 
-            some = torch.randperm(batch_size, device=device)[:256]
-            some_c, some_x, some_b = (values.flatten(0, 1)[some] for values in (embeddings, x, b))
-            returns = model.sample(some_c, 64)
-            low, high = torch.quantile(returns, torch.tensor([0.1, 0.9], device=device), dim=0)
+            some_x, returns = x[::16], model.sample(embeddings[::16], 64)
+            low, high = returns.quantile(torch.tensor([0.1, 0.9], device=device), dim=0)
             metrics = {"return_model/explained_variance": 1 - (some_x - returns.mean(0)).var() / some_x.var()}
             metrics["return_model/coverage_80"] = ((low <= some_x) & (some_x <= high)).float().mean()
             metrics["return_model/residual_scale"] = model.residual_scale
-            metrics["return_model/prior_mean_abs"] = model.prior_mean(some_c).abs().mean()
-            metrics["return_model/encoder_std_min"] = model.encode(some_x, some_b, some_c).stddev.min()
+            metrics["return_model/prior_mean_abs"] = model.prior_mean(embeddings[::16]).abs().mean()
+            metrics["return_model/encoder_std_min"] = model.encode(some_x, b[::16], embeddings[::16]).stddev.min()
 
-            # --- curiosity (lines 12-13) ---
+            # --- curiosity (BDPG: lines 12-13) ---
             policy_rewards = rewards
             if args.eta > 0:
                 q_x, q_g = model.encode(x_lambda, b, embeddings), model.encode(g, b, embeddings)
@@ -579,19 +572,19 @@ def train(args):
             advantages = k_step_gae(policy_rewards, samples.mean(0), next_samples.mean(0), *ends)  # lines 10 and 13
 
         # --- minibatch updates (lines 14-20) ---
-        batch = [values.flatten(0, 1) for values in (obs, actions, log_probs, advantages, x, b)]
+        batch = [values.flatten(0, 1) for values in (obs, actions, log_probs, advantages, x)]
         history = []
         for _ in range(args.update_epochs):
             for rows in torch.randperm(batch_size, device=device).split(args.minibatch_size):
-                mb_obs, mb_actions, mb_log_probs, mb_advantages, mb_x, mb_b = (values[rows] for values in batch)
+                mb_obs, mb_actions, mb_log_probs, mb_advantages, mb_x = (values[rows] for values in batch)
                 c = agent.trunk(mb_obs)  # the only trunk pass
-                s = c.detach()  # the state as the adversarial networks see it: they never train the trunk
+                # BDPG:
+                s, mb_b = c.detach(), b.flatten()[rows]  # the adversaries do not train the trunk
                 z_tilde = model.encode(mb_x, mb_b, s).rsample()  # line 15
                 z = model.prior(s).rsample()  # line 16
                 x_tilde = model.generate(z, s)
                 generated = torch.cat([model.relative(x_tilde, mb_b), z], -1)  # both joints of Eq. 10
                 joints = torch.stack([generated, torch.cat([model.relative(mb_x, mb_b), z_tilde], -1)])
-
                 inputs = joints.detach().requires_grad_()
                 D_generated, D_inferred = logits = model.discriminator(inputs, s).squeeze(-1)
                 accuracy = torch.stack([D_generated > 0, D_inferred < 0]).float().mean()
@@ -601,24 +594,26 @@ def train(args):
                     (slopes,) = torch.autograd.grad(logits.sum(), inputs, create_graph=True)
                     slope_penalty = 8 * args.r1_coef * slopes.square().sum(-1).mean()
                 descend(optimizers["discriminator"], discriminator_loss + slope_penalty, args.max_grad_norm)
-
                 D_generated, D_inferred = model.discriminator(joints, s).squeeze(-1)
                 encoder_prior_loss = -(F.logsigmoid(-D_generated) + F.logsigmoid(D_inferred)).mean()  # line 18
-                descend(optimizers["encoder and prior"], encoder_prior_loss, args.max_grad_norm)
-
+                q_grad_norm = descend(optimizers["encoder and prior"], encoder_prior_loss, args.max_grad_norm)
                 reconstruction, g_prime = model.generate(torch.stack([z_tilde.detach(), model.prior(s).sample()]), c)
                 generator_loss = F.mse_loss(reconstruction, mb_x)  # line 19
                 energy = model.residual_scale * energy_distance(g_prime, x_tilde, mb_x)
-                critic_loss = generator_loss + args.energy_coef * energy
+                return_loss = generator_loss + args.energy_coef * energy
+                losses = {"discriminator": discriminator_loss, "discriminator_accuracy": accuracy, "energy": energy}
+                losses |= {
+                    "generator": generator_loss,
+                    "encoder_prior": encoder_prior_loss,
+                    "encoder_grad_norm": q_grad_norm,
+                }
 
                 policy = agent.policy(mb_obs, c)
                 log_prob, entropy = policy.log_prob(mb_actions), policy.entropy().mean()
                 policy_loss, movement = ppo_loss(log_prob, mb_log_probs, mb_advantages, args)  # line 20
-                loss = policy_loss - args.ent_coef * entropy + args.vf_coef * critic_loss
-                descend(optimizers["main"], loss, args.max_grad_norm)
-                losses = {"policy": policy_loss, "entropy": entropy, **movement}
-                losses |= {"discriminator": discriminator_loss, "discriminator_accuracy": accuracy}
-                losses |= {"encoder_prior": encoder_prior_loss, "generator": generator_loss, "energy": energy}
+                loss = policy_loss - args.ent_coef * entropy + args.vf_coef * return_loss
+                grad_norm = descend(optimizers["main"], loss, args.max_grad_norm)
+                losses |= {"policy": policy_loss, "entropy": entropy, "grad_norm": grad_norm, **movement}
                 history.append({name: value.detach() for name, value in losses.items()})
 
         # --- logging ---
@@ -628,14 +623,13 @@ def train(args):
         metrics |= {"charts/steps_per_second": speed, "charts/learning_rate": fraction_left * args.learning_rate}
         for name, value in metrics.items():
             writer.add_scalar(name, float(value), global_step)
-        score = f"{np.mean(recent_scores):.1f}" if recent_scores else "none yet"
+        score = f"{np.mean(recent_scores[-100:]):.1f}" if recent_scores else "none yet"
         if iteration % 10 == 1:
             minutes_left = (num_iterations - iteration) * batch_size / speed / 60
             say(f"step {global_step:,}  score {score}  {speed:,.0f} steps/s  {minutes_left:.0f} min left")
 
         # --- checkpoint ---
         broken = [name for step in history for name, value in step.items() if not value.isfinite()]
-        broken += [name for name, parameter in agent.named_parameters() if not parameter.isfinite().all()]
         if broken:
             fail(
                 f"{broken[0]} is not finite after iteration {iteration}; lower learning rates, or see {resume_command}"
@@ -646,7 +640,7 @@ def train(args):
                 "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.items()},
                 "iteration": iteration,
                 "global_step": global_step,
-                "recent_scores": list(recent_scores),
+                "recent_scores": recent_scores[-100:],
                 "seconds": start["seconds"] + seconds,
             }
             save_checkpoint(run_dir, record | checkpoint)

@@ -1,7 +1,7 @@
 """Proximal Policy Optimisation (PPO) for continuous control, in one file.
 
-The floor of the comparison: the scripts of the distributional methods are this one with a return distribution in the
-place of the value function. `diff ppo_mujoco.py bdpg_mujoco.py` shows what BDPG adds.
+The scalar critic against which cost and scores of the distributional methods are measured: their scripts are this one
+with a return distribution in the place of the value function. `diff ppo_mujoco.py bdpg_mujoco.py` shows what BDPG adds.
 
 Paper: Li & Faisal, "Bayesian Distributional Policy Gradients", AAAI 2021. "Eq." and "line" in comments refer to it and
 its Algorithm 1. Usage, logged metrics, implementation details and differences from the paper: docs/baselines.md.
@@ -22,7 +22,6 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections import deque
 from dataclasses import dataclass, replace
 from importlib.metadata import distributions
 from pathlib import Path
@@ -98,7 +97,6 @@ class Args:
 
 
 def fail(message):
-    """Ends the program with one sentence in place of a traceback."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -132,7 +130,7 @@ class Environments:
 
                 self.in_envpool = args.env_id in envpool.list_all_envs()
             if self.in_envpool:
-                threads = min(args.num_envs, torch.get_num_threads())
+                threads = torch.get_num_threads()
                 self.envs = envpool.make_gymnasium(args.env_id, num_envs=args.num_envs, seed=seed, num_threads=threads)
             else:
                 makers = [lambda: gym.make(args.env_id, disable_env_checker=True, **render)] * args.num_envs
@@ -171,6 +169,7 @@ class RunningMeanStd(nn.Module):
         super().__init__()
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
+        self.register_buffer("std", torch.ones(shape, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
     def update(self, batch):
@@ -179,10 +178,7 @@ class RunningMeanStd(nn.Module):
         weight = len(batch) / self.count.item()
         self.var.lerp_(var + (1 - weight) * (mean - self.mean).square(), weight)
         self.mean.lerp_(mean, weight)
-
-    @property
-    def std(self):
-        return torch.sqrt(self.var + 1e-8)
+        self.std = torch.sqrt(self.var + 1e-8)
 
 
 def k_step_gae(rewards, g, next_g, terminations, dones, gamma, gae_lambda, k):
@@ -295,8 +291,9 @@ def descend(optimizer, loss, max_grad_norm):
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     optimizer.zero_grad()
     loss.backward(inputs=parameters)
-    nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+    grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
     optimizer.step()
+    return grad_norm
 
 
 # --- the run's folder ---
@@ -351,17 +348,6 @@ def load_checkpoint(path):
         fail(f"{path} is no whole checkpoint of this version of {Path(__file__).name} ({repr(error).splitlines()[0]}).")
 
 
-def restore(checkpoint, agent, optimizers):
-    try:
-        agent.load_state_dict(checkpoint["agent"])
-        for name, optimizer in optimizers.items():
-            optimizer.load_state_dict(checkpoint["optimizers"][name])
-            if any(v.shape not in ((), p.shape) for p, state in optimizer.state.items() for v in state.values()):
-                raise ValueError(f"the {name} optimiser has other shapes")
-    except Exception as error:
-        fail(f"the checkpoint does not fit this script ({repr(error).splitlines()[0]}).")
-
-
 STOP_SIGNALS = []
 
 
@@ -396,18 +382,25 @@ def train(args):
     torch.set_num_threads(1)  # MuJoCo: networks this small gain nothing from more
     agent = Agent(envs, args).to(device)  # line 1
     optimizers = make_optimizers(agent, args)
-    if args.resume:
-        restore(start, agent, optimizers)
+    try:
+        agent.load_state_dict(start.get("agent", agent.state_dict()))
+        for name, state in start.get("optimizers", {}).items():
+            optimizers[name].load_state_dict(state)
+            if any(
+                v.shape not in ((), p.shape) for p, values in optimizers[name].state.items() for v in values.values()
+            ):
+                raise ValueError(f"the {name} optimiser has other shapes")
+    except Exception as error:
+        fail(f"{args.resume} does not fit this script ({repr(error).splitlines()[0]}).")
     name = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     run_dir = Path(args.resume or f"{args.run_dir}/{re.sub('[/:]', '-', name)}")
     record, lock = start_run(args, run_dir)
     global_step = start["iteration"] * batch_size
     writer = SummaryWriter(run_dir, purge_step=global_step + 1)  # a resumed log goes on where the checkpoint was
-    writer.add_text("run", f"```\n{json.dumps(record, indent=2)}\n```", global_step)
     resume_command = shlex.join(["python", sys.argv[0], "--resume", str(run_dir)])
 
     next_obs, reward_sum = agent.observe(envs.reset(), learn=not args.resume), np.zeros(args.num_envs)
-    episode_returns, recent_scores = np.zeros(args.num_envs), deque(start["recent_scores"], maxlen=100)
+    episode_returns, recent_scores = np.zeros(args.num_envs), start["recent_scores"]
     start_time = time.time()
 
     for iteration in range(start["iteration"] + 1, num_iterations + 1):  # line 2
@@ -441,13 +434,15 @@ def train(args):
             rewards = (raw_rewards / agent.reward_stats.std).clamp(-10, 10).float()  # returns of about unit scale
             embeddings = agent.trunk(obs)  # MuJoCo: the policy does without
             log_probs = agent.policy(obs, embeddings).log_prob(actions)
-            g = agent.value(torch.cat([embeddings, agent.trunk(next_obs)[None]])).squeeze(-1)
-            g, next_g = g[:-1], g[1:].clone()
             if cut_short:  # a truncated step is followed by its own episode's last state, not by the next one's first
                 steps, indices, last_obs = zip(*cut_short, strict=True)
                 last_embeddings = agent.trunk(agent.observe(np.stack(last_obs), learn=False))
-                next_g[steps, indices] = agent.value(last_embeddings).squeeze(-1)
             ends = (terminations, terminations | truncations, args.gamma, args.gae_lambda, k)
+            # PPO:
+            g = agent.value(torch.cat([embeddings, agent.trunk(next_obs)[None]])).squeeze(-1)
+            g, next_g = g[:-1], g[1:].clone()
+            if cut_short:
+                next_g[steps, indices] = agent.value(last_embeddings).squeeze(-1)
             advantages = k_step_gae(rewards, g, next_g, *ends)  # line 10
             x = sr_targets(rewards, next_g, *ends) if args.target == "sr" else advantages + g  # line 11
             metrics = {"return_model/explained_variance": 1 - (x - g).var() / x.var()}
@@ -459,14 +454,16 @@ def train(args):
             for rows in torch.randperm(batch_size, device=device).split(args.minibatch_size):
                 mb_obs, mb_actions, mb_log_probs, mb_advantages, mb_x = (values[rows] for values in batch)
                 c = agent.trunk(mb_obs)  # the only trunk pass
-                critic_loss = F.mse_loss(agent.value(c).squeeze(-1), mb_x)
+                # PPO:
+                return_loss = F.mse_loss(agent.value(c).squeeze(-1), mb_x)
+                losses = {"value": return_loss}
 
                 policy = agent.policy(mb_obs, c)
                 log_prob, entropy = policy.log_prob(mb_actions), policy.entropy().mean()
                 policy_loss, movement = ppo_loss(log_prob, mb_log_probs, mb_advantages, args)  # line 20
-                loss = policy_loss - args.ent_coef * entropy + args.vf_coef * critic_loss
-                descend(optimizers["main"], loss, args.max_grad_norm)
-                losses = {"policy": policy_loss, "value": critic_loss, "entropy": entropy, **movement}
+                loss = policy_loss - args.ent_coef * entropy + args.vf_coef * return_loss
+                grad_norm = descend(optimizers["main"], loss, args.max_grad_norm)
+                losses |= {"policy": policy_loss, "entropy": entropy, "grad_norm": grad_norm, **movement}
                 history.append({name: value.detach() for name, value in losses.items()})
 
         # --- logging ---
@@ -476,14 +473,13 @@ def train(args):
         metrics |= {"charts/steps_per_second": speed, "charts/learning_rate": fraction_left * args.learning_rate}
         for name, value in metrics.items():
             writer.add_scalar(name, float(value), global_step)
-        score = f"{np.mean(recent_scores):.1f}" if recent_scores else "none yet"
+        score = f"{np.mean(recent_scores[-100:]):.1f}" if recent_scores else "none yet"
         if iteration % 10 == 1:
             minutes_left = (num_iterations - iteration) * batch_size / speed / 60
             say(f"step {global_step:,}  score {score}  {speed:,.0f} steps/s  {minutes_left:.0f} min left")
 
         # --- checkpoint ---
         broken = [name for step in history for name, value in step.items() if not value.isfinite()]
-        broken += [name for name, parameter in agent.named_parameters() if not parameter.isfinite().all()]
         if broken:
             fail(
                 f"{broken[0]} is not finite after iteration {iteration}; lower learning rates, or see {resume_command}"
@@ -494,7 +490,7 @@ def train(args):
                 "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.items()},
                 "iteration": iteration,
                 "global_step": global_step,
-                "recent_scores": list(recent_scores),
+                "recent_scores": recent_scores[-100:],
                 "seconds": start["seconds"] + seconds,
             }
             save_checkpoint(run_dir, record | checkpoint)

@@ -15,16 +15,18 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 BDPG = ["bdpg_mujoco", "bdpg_atari"]
 WGAN = ["ppo_wgan_mujoco", "ppo_wgan_atari"]
-QR = ["ppo_qr_atari"]
-SCRIPTS = BDPG + WGAN + QR
+QR = ["ppo_qr_mujoco", "ppo_qr_atari"]
+PPO = ["ppo_mujoco", "ppo_atari"]
+SCRIPTS = BDPG + WGAN + QR + PPO
 ATARI = [name for name in SCRIPTS if name.endswith("_atari")]
 MUJOCO = [name for name in SCRIPTS if name.endswith("_mujoco")]
-MAIN = "policy, trunk and generator"
+DISTRIBUTIONAL = BDPG + WGAN + QR
+MAIN = "main"
 # What the parameters are called that an optimiser may move.
 OWN = {
-    MAIN: ("policy.", "trunk.", "return_model.generator."),
+    MAIN: ("policy.", "trunk.", "value.", "return_model.quantiles.", "return_model.generator."),
     "discriminator": ("return_model.discriminator.",),
-    "encoder and prior": ("return_model.encoder.", "return_model.prior."),
+    "encoder and prior": ("return_model.encoder.", "return_model.prior_mean."),
     "critic": ("return_model.critic.",),
 }
 torch.set_num_threads(1)  # bit-identical sums whatever the machine, and no fight for its cores
@@ -118,12 +120,12 @@ def make_agent(script, residuals=(1.0, -0.6), **overrides):
     """An untrained agent, its optimisers and arguments; the environments are only asked for their spaces. Returns are seen in units
     of 0.8: in units of 1 a forgotten unit would go unnoticed."""
     spaces = SimpleNamespace(
-        single_observation_space=Box(-math.inf, math.inf, (3,)),
-        single_action_space=Discrete(4) if is_atari(script) else Box(-1, 1, (2,)),
+        observation_space=Box(-math.inf, math.inf, (3,)),
+        action_space=Discrete(4) if is_atari(script) else Box(-1, 1, (2,)),
     )
     args = script.Args(cuda=False, **overrides)
     agent = script.Agent(spaces, args)
-    if hasattr(agent.return_model, "track_residuals"):
+    if script.__name__ in BDPG + WGAN:
         agent.return_model.track_residuals(torch.as_tensor(residuals))
     return agent, script.make_optimizers(agent, args), args
 
@@ -170,14 +172,15 @@ def lambda_weights(gae_lambda, k):
 
 def short_args(script, run_dir, **overrides):
     """Arguments of a run that takes a second or two, on tasks that pay rewards within their first steps."""
-    tiny = dict(num_envs=2, num_steps=16, minibatch_size=16, update_epochs=2, score_interval=1, cuda=False)
-    tiny |= dict(num_return_samples=1, seed=3) | (dict(eta=0.1) if is_bdpg(script) else {})
+    tiny = dict(num_envs=2, num_steps=16, minibatch_size=16, update_epochs=2, cuda=False, seed=3)
+    tiny |= {} if script.__name__ in PPO else dict(num_return_samples=1)
+    tiny |= dict(eta=0.1) if is_bdpg(script) else {}
     tiny["env_id"] = "PhoenixNoFrameskip-v4" if is_atari(script) else "ShortPendulum-v0"
     iterations = overrides.pop("iterations", 3)
     tiny |= overrides
     steps = max(tiny["num_steps"], tiny.get("bootstrap_length") or 0)
     tiny.setdefault("total_timesteps", iterations * tiny["num_envs"] * steps)
-    return script.Args(run_dir=run_dir, **tiny)
+    return script.Args(run_dir=str(run_dir), **tiny)
 
 
 def frozen(script):

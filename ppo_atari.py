@@ -1,0 +1,525 @@
+"""Proximal Policy Optimisation (PPO) for Atari games, in one file.
+
+The scalar critic against which cost and scores of the distributional methods are measured: their scripts are this one
+with a return distribution in the place of the value function. `diff ppo_atari.py bdpg_atari.py` shows what BDPG adds.
+
+Paper: Li & Faisal, "Bayesian Distributional Policy Gradients", AAAI 2021. "Eq." and "line" in comments refer to it and
+its Algorithm 1. Usage, logged metrics, implementation details and differences from the paper: docs/baselines.md.
+
+    python ppo_atari.py --env-id SeaquestNoFrameskip-v4
+    python ppo_atari.py --resume runs/NAME --total-timesteps 20000000
+    tensorboard --logdir runs
+"""
+
+import fcntl
+import io
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from dataclasses import dataclass, replace
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Literal, Optional
+
+import ale_py
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+from ale_py.vector_env import AtariVectorEnv
+from torch.distributions import Categorical
+from torch.utils.tensorboard import SummaryWriter
+
+
+@dataclass
+class Args:
+    # --- experiment ---
+    env_id: str = "BreakoutNoFrameskip-v4"
+    """the task"""
+    total_timesteps: int = 10_000_000
+    """agent steps over all environments together"""
+    seed: int = 1
+    """seed of networks, sampling and environments; on a CPU, with as many threads, the run repeats bit for bit"""
+    cuda: bool = torch.cuda.is_available()
+    """train on the GPU (on by default where there is one)"""
+    run_dir: str = "runs"
+    """where the run's folder (TensorBoard log, arguments, versions, checkpoints) is made"""
+    save_every: int = 50
+    """iterations between two checkpoints; the last iteration is always saved, and the newest three are kept"""
+    resume: Optional[str] = None
+    """go on with the run in this folder; its arguments stay, but for --total-timesteps and --cuda"""
+    track: bool = False
+    """also log to Weights & Biases (needs `pip install wandb`)"""
+
+    # --- environment ---
+    num_envs: int = 16
+    """parallel environments N (paper: 16)"""
+    clip_reward: bool = False
+    """learn from the signs of rewards, not from rewards divided by the running std of the discounted return"""
+
+    # --- PPO ---
+    num_steps: int = 128
+    """rollout length per environment (paper: 128 on Atari, 256 on MuJoCo); at least --bootstrap-length"""
+    bootstrap_length: Optional[int] = None
+    """longest bootstrap k >= 1 of advantages and Bellman targets (default: the rollout length)"""
+    gamma: float = 0.99
+    """discount γ in (0, 1]"""
+    gae_lambda: float = 0.95
+    """λ in [0, 1] of generalised advantage estimation"""
+    target: Literal["lambda", "sr"] = "lambda"
+    """Bellman target x: "lambda" averages n-step targets (paper); "sr" draws one of them, which keeps the spread"""
+    learning_rate: float = 2.5e-4
+    """Adam's step size for policy, trunk and critic"""
+    anneal_lr: bool = True
+    """decay every learning rate linearly to 0 over the run"""
+    update_epochs: int = 4
+    """passes over each rollout"""
+    minibatch_size: int = 256
+    """samples |B| per gradient step; must divide num_envs * num_steps"""
+    norm_adv: bool = True
+    """standardise the advantages of each minibatch"""
+    clip_coef: float = 0.1
+    """PPO's clip range ε of the probability ratio"""
+    ent_coef: float = 0.01
+    """weight of the entropy bonus"""
+    vf_coef: float = 0.5
+    """weight of the critic's loss beside the policy's loss"""
+    max_grad_norm: float = 0.5
+    """gradient norm at which each optimiser's step is clipped"""
+
+
+def fail(message):
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def check_args(args):
+    """Refuses in one sentence what cannot work. Integers are counts, from 1 on; floats are finite and not negative."""
+    ranges = {"seed": (0, 2**30), "gamma": (0, 1), "gae_lambda": (0, 1)}
+    for name, value in vars(args).items():
+        low, high = ranges.get(name, (1, 2**50) if type(value) is int else (0, 1e30))
+        if type(value) in (int, float) and not low <= value <= high:
+            fail(f"--{name.replace('_', '-')} must lie between {low} and {high}, not be {str(value)[:20]}.")
+    batch_size = args.num_envs * args.num_steps
+    if args.minibatch_size < 2 or batch_size % args.minibatch_size:
+        fail(f"--minibatch-size {args.minibatch_size} must be at least 2 and divide the rollout's {batch_size} steps.")
+    if args.total_timesteps < batch_size:
+        fail(f"--total-timesteps {args.total_timesteps} is less than the {batch_size} steps of one rollout.")
+    if args.cuda and not torch.cuda.is_available():
+        fail("--cuda was asked for, but PyTorch finds no GPU; use --no-cuda.")
+
+
+# --- environments ---
+class Environments:
+    """Copies of the game, stepped together, with DeepMind's preprocessing in C++. A lost life ends a learning episode
+    but not the game; a game that ends is reset in the same step, so that none is wasted."""
+
+    def __init__(self, args, seed, **picture):
+        gym.register_envs(ale_py)
+        try:
+            game = gym.spec(args.env_id).kwargs
+        except gym.error.Error as error:
+            fail(f"{args.env_id} cannot be made: {error}")
+        if not re.fullmatch(r"\w+NoFrameskip-v4|ALE/\w+-v5", args.env_id):
+            fail(f"{args.env_id} is no Atari game of the kind XNoFrameskip-v4 or ALE/X-v5")
+        rules = {"life_loss_info": True, "reward_clipping": False, "autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
+        rules["repeat_action_probability"] = game["repeat_action_probability"]  # 0 in NoFrameskip-v4, 0.25 in v5
+        rules["num_threads"] = torch.get_num_threads()
+        self.envs = AtariVectorEnv(game["game"], args.num_envs, **rules, **picture)
+        self.action_space, self.seed = self.envs.single_action_space, seed
+        self.can_fire = ale_py.Action.FIRE in self.envs.ale.get_action_set()
+
+    def reset(self):
+        obs, infos = self.envs.reset(seed=self.seed)
+        self.lives, self.life_lost = infos["lives"], np.zeros(len(obs), dtype=bool)
+        return obs
+
+    def step(self, actions):
+        """Observations, rewards, terminations, truncations, observations before resets, and which games ended."""
+        actions = np.where(self.life_lost & self.can_fire, 1, actions)  # FIRE, index 1, after a lost life
+        obs, rewards, terminations, truncations, infos = self.envs.step(actions)
+        # A lost life lowers the count; after the last one the count is already the next game's, which is not lower.
+        game_over = truncations | (terminations & (infos["lives"] >= self.lives))
+        self.lives, self.life_lost = infos["lives"], terminations & ~game_over
+        return obs, rewards, terminations, truncations, infos.get("final_obs"), game_over
+
+
+# --- running statistics, advantages and Bellman targets ---
+class RunningMeanStd(nn.Module):
+    """Mean and standard deviation of all that was seen; buffers, so that they are saved with the agent."""
+
+    def __init__(self, shape=()):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
+        self.register_buffer("std", torch.ones(shape, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def update(self, batch):
+        var, mean = torch.var_mean(batch.double(), 0, correction=0)
+        self.count += len(batch)
+        weight = len(batch) / self.count.item()
+        self.var.lerp_(var + (1 - weight) * (mean - self.mean).square(), weight)
+        self.mean.lerp_(mean, weight)
+        self.std = torch.sqrt(self.var + 1e-8)
+
+
+def k_step_gae(rewards, g, next_g, terminations, dones, gamma, gae_lambda, k):
+    """Advantages Σ_{l<k} (γλ)^l δ_{t+l} with δ_t = r_t + γ g(s_{t+1}) - g(s_t), cut at episode ends (line 10)."""
+    deltas = rewards + gamma * next_g * ~terminations - g
+    advantages = torch.empty_like(deltas)
+    advantage = torch.zeros_like(deltas[0])
+    for t in reversed(range(len(deltas))):
+        advantage = deltas[t] + gamma * gae_lambda * ~dones[t] * advantage
+        advantages[t] = advantage
+    if k < len(deltas):  # k steps are the whole sum less what follows them, where no episode ended within
+        unbroken = count_in_window(dones, k) == 0
+        advantages[:-k] = advantages[:-k] - (gamma * gae_lambda) ** k * unbroken * advantages[k:]
+    return advantages
+
+
+def sr_targets(rewards, next_g, terminations, dones, gamma, gae_lambda, k):
+    """One n-step target per step, n <= k drawn with GAE's weights (1-λ)λ^(n-1) (SR(λ), Nam et al. 2021). Their mean is
+    k_step_gae + g, the spread of which is therefore too small. Steps that go on share what follows them."""
+    one_step = rewards + gamma * next_g * ~terminations
+    go_on = (torch.rand_like(rewards) < gae_lambda) & ~dones
+    go_on[-1] = False
+    x = one_step.clone()
+    for t in reversed(range(len(x) - 1)):
+        x[t] = torch.where(go_on[t], rewards[t] + gamma * x[t + 1], one_step[t])
+    if k < len(x):  # where the draw went past k steps, bootstrap at step k instead
+        too_long = count_in_window(go_on, k) == k
+        x[:-k] = x[:-k] - gamma**k * too_long * (x[k:] - next_g[k - 1 : -1])
+    return x
+
+
+def count_in_window(flags, k):
+    """How many of flags[t], ..., flags[t+k-1] are set, for every t < T - k."""
+    counts = F.pad(flags.long().cumsum(0), (0, 0, 1, 0))
+    return counts[k:-1] - counts[: -k - 1]
+
+
+# --- networks ---
+def layer_init(layer, std=2**0.5):
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class Trunk(nn.Module):
+    """State embedding c(s), shared by policy and critic: the Nature CNN on 4 stacked frames."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = layer_init(nn.Conv2d(4, 32, 8, stride=4))
+        self.conv2 = layer_init(nn.Conv2d(32, 64, 4, stride=2))
+        self.conv3 = layer_init(nn.Conv2d(64, 64, 3, stride=1))
+        self.linear = layer_init(nn.Linear(7 * 7 * 64, 512))
+
+    def forward(self, obs):
+        h = obs.permute(0, 3, 1, 2).float()  # kept as (height, width, stack), the layout in which convolutions are fast
+        h = F.conv2d(h, self.conv1.weight / 255, self.conv1.bias, stride=4).relu_()  # scales weights, not pixels
+        h = F.relu_(self.conv3(F.relu_(self.conv2(h))))
+        return F.relu(self.linear(h.permute(0, 2, 3, 1).flatten(1)))
+
+
+class Policy(nn.Module):
+    """Categorical, on the shared embedding."""
+
+    def __init__(self, state_dim, num_actions):
+        super().__init__()
+        self.logits = layer_init(nn.Linear(state_dim, num_actions), std=0.01)
+
+    def forward(self, obs, c):
+        return Categorical(logits=self.logits(c), validate_args=False)
+
+
+class Agent(nn.Module):
+    """All that is learnt, running statistics included."""
+
+    def __init__(self, envs, args):
+        super().__init__()
+        # Atari: policy and critic share the trunk
+        state_dim = 512
+        self.trunk = Trunk()
+        self.policy = Policy(state_dim, int(envs.action_space.n))
+
+        self.reward_stats = RunningMeanStd()
+        self.value = layer_init(nn.Linear(state_dim, 1), std=1.0)  # PPO:
+
+    def observe(self, obs, learn=True):
+        """Observations as the networks take them: bytes, (height, width, stack)."""
+        return torch.as_tensor(obs, device=self.reward_stats.mean.device).permute(0, 2, 3, 1).contiguous()
+
+
+# --- losses and optimisers ---
+def ppo_loss(log_prob, old_log_prob, advantages, args):
+    """The clipped surrogate of the policy gradient (line 20), and how far the policy has moved."""
+    log_ratio = log_prob - old_log_prob
+    ratio = log_ratio.exp()
+    if args.norm_adv:
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    loss = -torch.min(ratio * advantages, clipped_ratio * advantages).mean()
+    with torch.no_grad():
+        movement = {"approx_kl": (ratio - 1 - log_ratio).mean()}
+        movement["clip_fraction"] = ((ratio - 1).abs() > args.clip_coef).float().mean()
+    return loss, movement
+
+
+def make_optimizers(agent, args):
+    """An Adam for each loss. The main one takes all that no adversary owns: a layer that a fork adds is trained."""
+
+    def adam(parameters, learning_rate, betas=(0.9, 0.999)):
+        group = {"params": parameters, "lr": learning_rate, "initial_lr": learning_rate}
+        return torch.optim.Adam([group], betas=betas, eps=1e-5, fused=True)
+
+    return {"main": adam(agent.parameters(), args.learning_rate)}  # PPO:
+
+
+def descend(optimizer, loss, max_grad_norm):
+    """One clipped step on the optimiser's own parameters: nothing else that the loss depends on is moved."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    optimizer.zero_grad()
+    loss.backward(inputs=parameters)
+    grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+    optimizer.step()
+    return grad_norm
+
+
+# --- the run's folder ---
+def start_run(args, run_dir):
+    """Makes the run's folder, locks it until the process ends, and writes down what it takes to repeat the run."""
+    git = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(__file__).parent, capture_output=True, text=True)
+    record = {"script": Path(__file__).name, "command": shlex.join(["python", *sys.argv]), "git": git.stdout.strip()}
+    record |= {"args": vars(args), "versions": {package.name: package.version for package in distributions()}}
+    run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
+    lock = open(run_dir / "lock", "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fail(f"another process is training in {run_dir}.")
+    (run_dir / "run.json").write_text(json.dumps(record, indent=2) + "\n")
+    if args.track:
+        import wandb
+
+        wandb.init(project="bdpg", name=run_dir.name, config=record["args"], dir=run_dir, sync_tensorboard=True)
+    return record, lock
+
+
+def save_checkpoint(run_dir, checkpoint):
+    """Atomic: written beside its place, flushed to the disk, then renamed. The newest three are kept."""
+    path = run_dir / f"checkpoint-{checkpoint['global_step']:012d}.pt"
+    temporary = path.with_suffix(".tmp")
+    torch.save(checkpoint, buffer := io.BytesIO())
+    try:
+        with open(temporary, "wb", buffering=0) as file:
+            file.write(buffer.getbuffer())
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    for old in sorted(run_dir.glob("checkpoint-*.pt"))[:-3]:
+        old.unlink()
+
+
+def load_checkpoint(path):
+    """The newest checkpoint of a run's folder, or the given one, if it is whole and fits this script."""
+    path = max(Path(path).glob("checkpoint-*.pt"), default=Path(path))
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if archive.testzip() is not None:
+                raise ValueError("a checksum is wrong")
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        for name, value in checkpoint["agent"].items():
+            if not value.isfinite().all() or (name.endswith("var") and value.min() < 0):
+                raise ValueError(f"{name} cannot be {value.min()}")
+        return checkpoint | {"args": Args(**checkpoint["args"])}
+    except Exception as error:  # a damaged file can fail in many ways
+        fail(f"{path} is no whole checkpoint of this version of {Path(__file__).name} ({repr(error).splitlines()[0]}).")
+
+
+STOP_SIGNALS = []
+
+
+def request_stop(number, frame):
+    """The first signal lets the iteration end and saves; a second one ends the run at once."""
+    STOP_SIGNALS.append(number)
+    signal.signal(number, signal.SIG_DFL)
+
+
+def say(text):
+    """Prints, and goes on if nobody listens any more: `| head` or a closed terminal does not end a run."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        sys.stdout = open(os.devnull, "w")
+
+
+# --- training ---
+def train(args):
+    k = args.bootstrap_length or args.num_steps
+    args.num_steps = max(k, args.num_steps)
+    check_args(args)
+    batch_size = args.num_envs * args.num_steps
+    num_iterations = args.total_timesteps // batch_size
+    start = load_checkpoint(args.resume) if args.resume else {"iteration": 0, "seconds": 0.0, "recent_scores": []}
+    if start["iteration"] >= num_iterations:
+        fail("this run is complete; to go on, give a larger --total-timesteps.")
+    seed = int(np.random.SeedSequence([args.seed, start["iteration"]]).generate_state(1)[0]) >> 2
+    torch.manual_seed(seed)  # neither another --seed nor a resumed run repeats samples or episodes
+    device = torch.device("cuda" if args.cuda else "cpu")
+    envs = Environments(args, seed)
+    agent = Agent(envs, args).to(device)  # line 1
+    optimizers = make_optimizers(agent, args)
+    try:
+        agent.load_state_dict(start.get("agent", agent.state_dict()))
+        for name, state in start.get("optimizers", {}).items():
+            optimizers[name].load_state_dict(state)
+            if any(
+                v.shape not in ((), p.shape) for p, values in optimizers[name].state.items() for v in values.values()
+            ):
+                raise ValueError(f"the {name} optimiser has other shapes")
+    except Exception as error:
+        fail(f"{args.resume} does not fit this script ({repr(error).splitlines()[0]}).")
+    name = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    run_dir = Path(args.resume or f"{args.run_dir}/{re.sub('[/:]', '-', name)}")
+    record, lock = start_run(args, run_dir)
+    global_step = start["iteration"] * batch_size
+    writer = SummaryWriter(run_dir, purge_step=global_step + 1)  # a resumed log goes on where the checkpoint was
+    resume_command = shlex.join(["python", sys.argv[0], "--resume", str(run_dir)])
+
+    next_obs, reward_sum = agent.observe(envs.reset(), learn=not args.resume), np.zeros(args.num_envs)
+    episode_returns, recent_scores = np.zeros(args.num_envs), start["recent_scores"]
+    start_time = time.time()
+
+    for iteration in range(start["iteration"] + 1, num_iterations + 1):  # line 2
+        fraction_left = 1 - (iteration - 1) / num_iterations if args.anneal_lr else 1
+        for group in (group for optimizer in optimizers.values() for group in optimizer.param_groups):
+            group["lr"] = fraction_left * group["initial_lr"]
+
+        # --- rollout (lines 3-7) ---
+        rollout, cut_short = [], []  # cut_short: (step, environment, last observation) of truncated episodes
+        for t in range(args.num_steps):
+            with torch.no_grad():
+                c = agent.trunk(next_obs)  # Atari:
+                action = agent.policy(next_obs, c).sample()  # Atari:
+            raw_obs, reward, terminated, truncated, last_obs, ended = envs.step(action.cpu().numpy())
+            reward_sum = args.gamma * reward_sum + reward
+            rollout.append(
+                (next_obs, c, action, *map(torch.tensor, (reward, terminated, truncated, reward_sum)))
+            )  # Atari:
+            next_obs, reward_sum = agent.observe(raw_obs), reward_sum * ~(terminated | truncated)
+            cut_short += [(t, i, last_obs[i]) for i in np.flatnonzero(truncated & ~terminated)]
+            global_step += args.num_envs
+            episode_returns += reward
+            for i in np.flatnonzero(ended):
+                writer.add_scalar("charts/episodic_return", episode_returns[i], global_step)
+                recent_scores.append(float(episode_returns[i]))
+                episode_returns[i] = 0
+
+        # --- returns, advantages and Bellman targets (lines 6, 8-11) ---
+        # The networks did not change during the rollout, so what it needs of them but the actions is computed at once.
+        rollout = (torch.stack(values).to(device) for values in zip(*rollout, strict=True))
+        obs, embeddings, actions, raw_rewards, terminations, truncations, reward_sums = rollout  # Atari:
+        with torch.no_grad():
+            agent.reward_stats.update(reward_sums.flatten())
+            rewards = (raw_rewards / agent.reward_stats.std).clamp(-10, 10).float()  # returns of about unit scale
+            rewards = raw_rewards.sign().float() if args.clip_reward else rewards  # Atari:
+            log_probs = agent.policy(obs, embeddings).log_prob(actions)
+            if cut_short:  # a truncated step is followed by its own episode's last state, not by the next one's first
+                steps, indices, last_obs = zip(*cut_short, strict=True)
+                last_embeddings = agent.trunk(agent.observe(np.stack(last_obs), learn=False))
+            ends = (terminations, terminations | truncations, args.gamma, args.gae_lambda, k)
+            # PPO:
+            g = agent.value(torch.cat([embeddings, agent.trunk(next_obs)[None]])).squeeze(-1)
+            g, next_g = g[:-1], g[1:].clone()
+            if cut_short:
+                next_g[steps, indices] = agent.value(last_embeddings).squeeze(-1)
+            advantages = k_step_gae(rewards, g, next_g, *ends)  # line 10
+            x = sr_targets(rewards, next_g, *ends) if args.target == "sr" else advantages + g  # line 11
+            metrics = {"return_model/explained_variance": 1 - (x - g).var() / x.var()}
+
+        # --- minibatch updates (lines 14-20) ---
+        batch = [values.flatten(0, 1) for values in (obs, actions, log_probs, advantages, x)]
+        history = []
+        for _ in range(args.update_epochs):
+            for rows in torch.randperm(batch_size, device=device).split(args.minibatch_size):
+                mb_obs, mb_actions, mb_log_probs, mb_advantages, mb_x = (values[rows] for values in batch)
+                c = agent.trunk(mb_obs)  # the only trunk pass
+                # PPO:
+                return_loss = F.mse_loss(agent.value(c).squeeze(-1), mb_x)
+                losses = {"value": return_loss}
+
+                policy = agent.policy(mb_obs, c)
+                log_prob, entropy = policy.log_prob(mb_actions), policy.entropy().mean()
+                policy_loss, movement = ppo_loss(log_prob, mb_log_probs, mb_advantages, args)  # line 20
+                loss = policy_loss - args.ent_coef * entropy + args.vf_coef * return_loss
+                grad_norm = descend(optimizers["main"], loss, args.max_grad_norm)
+                losses |= {"policy": policy_loss, "entropy": entropy, "grad_norm": grad_norm, **movement}
+                history.append({name: value.detach() for name, value in losses.items()})
+
+        # --- logging ---
+        metrics |= {f"losses/{name}": torch.stack([step[name] for step in history]).mean() for name in losses}
+        seconds = time.time() - start_time
+        speed = (iteration - start["iteration"]) * batch_size / seconds
+        metrics |= {"charts/steps_per_second": speed, "charts/learning_rate": fraction_left * args.learning_rate}
+        for name, value in metrics.items():
+            writer.add_scalar(name, float(value), global_step)
+        score = f"{np.mean(recent_scores[-100:]):.1f}" if recent_scores else "none yet"
+        if iteration % 10 == 1:
+            minutes_left = (num_iterations - iteration) * batch_size / speed / 60
+            say(f"step {global_step:,}  score {score}  {speed:,.0f} steps/s  {minutes_left:.0f} min left")
+
+        # --- checkpoint ---
+        broken = [name for step in history for name, value in step.items() if not value.isfinite()]
+        if broken:
+            fail(
+                f"{broken[0]} is not finite after iteration {iteration}; lower learning rates, or see {resume_command}"
+            )
+        if iteration % args.save_every == 0 or iteration == num_iterations or STOP_SIGNALS:
+            checkpoint = {
+                "agent": agent.state_dict(),
+                "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.items()},
+                "iteration": iteration,
+                "global_step": global_step,
+                "recent_scores": recent_scores[-100:],
+                "seconds": start["seconds"] + seconds,
+            }
+            save_checkpoint(run_dir, record | checkpoint)
+        if STOP_SIGNALS:
+            break
+
+    writer.close()
+    say(f"{global_step:,} steps in {(start['seconds'] + seconds) / 60:.1f} min, score {score}: {run_dir}")
+    if STOP_SIGNALS and iteration < num_iterations:
+        say(f"stopped early; to go on: {resume_command}")
+        raise SystemExit(128 + STOP_SIGNALS[0])
+    return agent  # line 21
+
+
+def main():
+    args = tyro.cli(Args, description=__doc__)
+    if args.resume is not None:
+        saved = replace(load_checkpoint(args.resume)["args"], resume=args.resume, cuda=args.cuda)
+        args = tyro.cli(Args, default=saved)
+        if args != replace(saved, total_timesteps=args.total_timesteps, cuda=args.cuda):
+            fail("a resumed run keeps its arguments: leave out all but --resume, --total-timesteps and --cuda.")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, request_stop)
+    try:
+        train(args)
+    except OSError as error:
+        fail(f"{error.filename or args.run_dir}: {error.strerror}; checkpoints saved before are whole.")
+
+
+if __name__ == "__main__":
+    main()
