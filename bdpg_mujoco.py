@@ -265,12 +265,11 @@ class Policy(nn.Module):
 
 
 class ConditionalMLP(nn.Module):
-    """A network on a few scalars and a state embedding c. The scalars' weights start large, so that c does not drown
-    them; both meet in a sum, so that many samples of one state share the work on c (c broadcasts)."""
+    """A network on a few scalars and a state embedding c. Many samples of a state share the work on c, which broadcasts."""
 
     def __init__(self, input_dim, state_dim, output_dim, hidden):
         super().__init__()
-        self.from_inputs = layer_init(nn.Linear(input_dim, hidden[0]), std=3.0)
+        self.from_inputs = layer_init(nn.Linear(input_dim, hidden[0]), std=3.0)  # large, or c would drown them
         self.from_state = layer_init(nn.Linear(state_dim, hidden[0]), std=1.0)
         self.middle = layer_init(nn.Linear(hidden[0], hidden[1]))
         self.output = layer_init(nn.Linear(hidden[1], output_dim), std=1.0)
@@ -294,8 +293,7 @@ class ReturnModel(nn.Module):
 
     def prior(self, c):
         """p(z|s) = N(mean(s), 1), the mean in [-1, 1]: an unbounded one drifts, and the information gain with it."""
-        mean = self.prior_mean(c)
-        return Normal(mean, torch.ones_like(mean), validate_args=False)
+        return Normal(self.prior_mean(c), 1.0, validate_args=False)
 
     def generate(self, z, c):
         return self.generator(z, c).squeeze(-1)
@@ -486,9 +484,7 @@ def train(args):
         agent.load_state_dict(start.get("agent", agent.state_dict()))
         for name, state in start.get("optimizers", {}).items():
             optimizers[name].load_state_dict(state)
-            if any(
-                v.shape not in ((), p.shape) for p, values in optimizers[name].state.items() for v in values.values()
-            ):
+            if any(v.shape not in ((), p.shape) for p, s in optimizers[name].state.items() for v in s.values()):
                 raise ValueError(f"the {name} optimiser has other shapes")
     except Exception as error:
         fail(f"{args.resume} does not fit this script ({repr(error).splitlines()[0]}).")
@@ -538,7 +534,7 @@ def train(args):
                 steps, indices, last_obs = zip(*cut_short, strict=True)
                 last_embeddings = agent.trunk(agent.observe(np.stack(last_obs), learn=False))
             ends = (terminations, terminations | truncations, args.gamma, args.gae_lambda, k)
-            # BDPG:
+            # BDPG: returns and targets
             samples = model.sample(torch.cat([embeddings, agent.trunk(next_obs)[None]]), args.num_return_samples)
             samples, next_samples = samples[:, :-1], samples[:, 1:].clone()
             if cut_short:
@@ -549,6 +545,7 @@ def train(args):
             b = model.centre(embeddings)
             model.track_residuals(x - b)
 
+            # BDPG: is the return model healthy?
             some_x, returns = x[::16], model.sample(embeddings[::16], 64)
             low, high = returns.quantile(torch.tensor([0.1, 0.9], device=device), dim=0)
             metrics = {"return_model/explained_variance": 1 - (some_x - returns.mean(0)).var() / some_x.var()}
@@ -557,7 +554,7 @@ def train(args):
             metrics["return_model/prior_mean_abs"] = model.prior_mean(embeddings[::16]).abs().mean()
             metrics["return_model/encoder_std_min"] = model.encode(some_x, b[::16], embeddings[::16]).stddev.min()
 
-            # --- curiosity (BDPG: lines 12-13) ---
+            # BDPG: curiosity (lines 12-13)
             policy_rewards = rewards
             if args.eta > 0:
                 q_x, q_g = model.encode(x_lambda, b, embeddings), model.encode(g, b, embeddings)
@@ -567,8 +564,7 @@ def train(args):
                 if iteration > 1:  # gains are measured against earlier ones, of which the first batch has none
                     policy_rewards = rewards + eta_t * ((u - agent.u_stats.mean) / agent.u_stats.std).float()  # Eq. 14
                 agent.u_stats.update(u.flatten())
-                metrics |= {"curiosity/information_gain": u.mean(), "curiosity/eta_t": eta_t}
-                metrics["curiosity/information_gain_p99"] = u.quantile(0.99)
+                metrics |= {"curiosity/information_gain": u.mean(), "curiosity/information_gain_p99": u.quantile(0.99)}
             advantages = k_step_gae(policy_rewards, samples.mean(0), next_samples.mean(0), *ends)  # lines 10 and 13
 
         # --- minibatch updates (lines 14-20) ---
@@ -578,33 +574,39 @@ def train(args):
             for rows in torch.randperm(batch_size, device=device).split(args.minibatch_size):
                 mb_obs, mb_actions, mb_log_probs, mb_advantages, mb_x = (values[rows] for values in batch)
                 c = agent.trunk(mb_obs)  # the only trunk pass
-                # BDPG:
+                # BDPG: a sample of each joint distribution of Eq. 10 (lines 15-16)
                 s, mb_b = c.detach(), b.flatten()[rows]  # the adversaries do not train the trunk
                 z_tilde = model.encode(mb_x, mb_b, s).rsample()  # line 15
                 z = model.prior(s).rsample()  # line 16
                 x_tilde = model.generate(z, s)
                 generated = torch.cat([model.relative(x_tilde, mb_b), z], -1)  # both joints of Eq. 10
                 joints = torch.stack([generated, torch.cat([model.relative(mb_x, mb_b), z_tilde], -1)])
+
+                # BDPG: discriminator (line 17, Eq. 11)
                 inputs = joints.detach().requires_grad_()
                 D_generated, D_inferred = logits = model.discriminator(inputs, s).squeeze(-1)
                 accuracy = torch.stack([D_generated > 0, D_inferred < 0]).float().mean()
-                discriminator_loss = -(F.logsigmoid(D_generated) + F.logsigmoid(-D_inferred)).mean()  # line 17
+                discriminator_loss = -(F.logsigmoid(D_generated) + F.logsigmoid(-D_inferred)).mean()
                 slope_penalty = 0.0  # without one D wins or gives up, and encoder and prior learn little from it
                 if args.r1_coef > 0 and len(history) % 8 == 0:  # every eighth time, eightfold: as good, and cheaper
                     (slopes,) = torch.autograd.grad(logits.sum(), inputs, create_graph=True)
                     slope_penalty = 8 * args.r1_coef * slopes.square().sum(-1).mean()
                 descend(optimizers["discriminator"], discriminator_loss + slope_penalty, args.max_grad_norm)
+
+                # BDPG: encoder and prior (line 18), by the same loss with the labels swapped
                 D_generated, D_inferred = model.discriminator(joints, s).squeeze(-1)
-                encoder_prior_loss = -(F.logsigmoid(-D_generated) + F.logsigmoid(D_inferred)).mean()  # line 18
-                q_grad_norm = descend(optimizers["encoder and prior"], encoder_prior_loss, args.max_grad_norm)
+                inference_loss = -(F.logsigmoid(-D_generated) + F.logsigmoid(D_inferred)).mean()
+                q_grad_norm = descend(optimizers["encoder and prior"], inference_loss, args.max_grad_norm)
+
+                # BDPG: generator (line 19, Eq. 12), and the energy distance
                 reconstruction, g_prime = model.generate(torch.stack([z_tilde.detach(), model.prior(s).sample()]), c)
-                generator_loss = F.mse_loss(reconstruction, mb_x)  # line 19
+                generator_loss = F.mse_loss(reconstruction, mb_x)
                 energy = model.residual_scale * energy_distance(g_prime, x_tilde, mb_x)
                 return_loss = generator_loss + args.energy_coef * energy
                 losses = {"discriminator": discriminator_loss, "discriminator_accuracy": accuracy, "energy": energy}
                 losses |= {
                     "generator": generator_loss,
-                    "encoder_prior": encoder_prior_loss,
+                    "encoder_prior": inference_loss,
                     "encoder_grad_norm": q_grad_norm,
                 }
 
@@ -631,9 +633,7 @@ def train(args):
         # --- checkpoint ---
         broken = [name for step in history for name, value in step.items() if not value.isfinite()]
         if broken:
-            fail(
-                f"{broken[0]} is not finite after iteration {iteration}; lower learning rates, or see {resume_command}"
-            )
+            fail(f"{broken[0]} is not finite in iteration {iteration}; lower learning rates may help; {resume_command}")
         if iteration % args.save_every == 0 or iteration == num_iterations or STOP_SIGNALS:
             checkpoint = {
                 "agent": agent.state_dict(),

@@ -386,9 +386,7 @@ def train(args):
         agent.load_state_dict(start.get("agent", agent.state_dict()))
         for name, state in start.get("optimizers", {}).items():
             optimizers[name].load_state_dict(state)
-            if any(
-                v.shape not in ((), p.shape) for p, values in optimizers[name].state.items() for v in values.values()
-            ):
+            if any(v.shape not in ((), p.shape) for p, s in optimizers[name].state.items() for v in s.values()):
                 raise ValueError(f"the {name} optimiser has other shapes")
     except Exception as error:
         fail(f"{args.resume} does not fit this script ({repr(error).splitlines()[0]}).")
@@ -438,7 +436,7 @@ def train(args):
                 steps, indices, last_obs = zip(*cut_short, strict=True)
                 last_embeddings = agent.trunk(agent.observe(np.stack(last_obs), learn=False))
             ends = (terminations, terminations | truncations, args.gamma, args.gae_lambda, k)
-            # PPO:
+            # PPO: values, targets and advantages
             g = agent.value(torch.cat([embeddings, agent.trunk(next_obs)[None]])).squeeze(-1)
             g, next_g = g[:-1], g[1:].clone()
             if cut_short:
@@ -481,9 +479,7 @@ def train(args):
         # --- checkpoint ---
         broken = [name for step in history for name, value in step.items() if not value.isfinite()]
         if broken:
-            fail(
-                f"{broken[0]} is not finite after iteration {iteration}; lower learning rates, or see {resume_command}"
-            )
+            fail(f"{broken[0]} is not finite in iteration {iteration}; lower learning rates may help; {resume_command}")
         if iteration % args.save_every == 0 or iteration == num_iterations or STOP_SIGNALS:
             checkpoint = {
                 "agent": agent.state_dict(),

@@ -416,9 +416,7 @@ def train(args):
         agent.load_state_dict(start.get("agent", agent.state_dict()))
         for name, state in start.get("optimizers", {}).items():
             optimizers[name].load_state_dict(state)
-            if any(
-                v.shape not in ((), p.shape) for p, values in optimizers[name].state.items() for v in values.values()
-            ):
+            if any(v.shape not in ((), p.shape) for p, s in optimizers[name].state.items() for v in s.values()):
                 raise ValueError(f"the {name} optimiser has other shapes")
     except Exception as error:
         fail(f"{args.resume} does not fit this script ({repr(error).splitlines()[0]}).")
@@ -468,7 +466,7 @@ def train(args):
                 steps, indices, last_obs = zip(*cut_short, strict=True)
                 last_embeddings = agent.trunk(agent.observe(np.stack(last_obs), learn=False))
             ends = (terminations, terminations | truncations, args.gamma, args.gae_lambda, k)
-            # QR:
+            # QR: returns, targets and advantages
             samples = model.sample(torch.cat([embeddings, agent.trunk(next_obs)[None]]), args.num_return_samples)
             samples, next_samples = samples[:, :-1], samples[:, 1:].clone()
             if cut_short:
@@ -476,6 +474,8 @@ def train(args):
             g, next_g = samples[0], next_samples[0]
             x = sr_targets(rewards, next_g, *ends) if args.target == "sr" else k_step_gae(rewards, g, next_g, *ends) + g
             advantages = k_step_gae(rewards, samples.mean(0), next_samples.mean(0), *ends)  # line 10
+
+            # QR: is the return model healthy?
             some_x, returns = x[::16], model.sample(embeddings[::16], 64)
             low, high = returns.quantile(torch.tensor([0.1, 0.9], device=device), dim=0)
             metrics = {"return_model/explained_variance": 1 - (some_x - returns.mean(0)).var() / some_x.var()}
@@ -515,9 +515,7 @@ def train(args):
         # --- checkpoint ---
         broken = [name for step in history for name, value in step.items() if not value.isfinite()]
         if broken:
-            fail(
-                f"{broken[0]} is not finite after iteration {iteration}; lower learning rates, or see {resume_command}"
-            )
+            fail(f"{broken[0]} is not finite in iteration {iteration}; lower learning rates may help; {resume_command}")
         if iteration % args.save_every == 0 or iteration == num_iterations or STOP_SIGNALS:
             checkpoint = {
                 "agent": agent.state_dict(),
