@@ -255,7 +255,7 @@ class Policy(nn.Module):
 
 
 class ConditionalMLP(nn.Module):
-    """A network on a few scalars and a state embedding c. Many samples of a state share the work on c, which broadcasts."""
+    """A network on a few scalars and a state embedding c. Many samples of one state share the work on c."""
 
     def __init__(self, input_dim, state_dim, output_dim, hidden):
         super().__init__()
