@@ -340,7 +340,7 @@ class Agent(nn.Module):
 
         self.reward_stats = RunningMeanStd()
         # BDPG:
-        self.return_model = ReturnModel(state_dim, (256, 128), args)
+        self.return_model = ReturnModel(state_dim, (256, 128), args)  # Atari: the layers' widths
         self.u_stats = RunningMeanStd()
 
     def observe(self, obs, learn=True):
@@ -509,15 +509,14 @@ def train(args):
 
         # --- rollout (lines 3-7) ---
         rollout, cut_short = [], []  # cut_short: (step, environment, last observation) of truncated episodes
+        embeddings = []  # Atari: which the policy needs
         for t in range(args.num_steps):
             with torch.no_grad():
-                c = agent.trunk(next_obs)  # Atari:
-                action = agent.policy(next_obs, c).sample()  # Atari:
+                embeddings.append(agent.trunk(next_obs))  # Atari:
+                action = agent.policy(next_obs, embeddings[-1]).sample()  # Atari:
             raw_obs, reward, terminated, truncated, last_obs, ended = envs.step(action.cpu().numpy())
             reward_sum = args.gamma * reward_sum + reward
-            rollout.append(
-                (next_obs, c, action, *map(torch.tensor, (reward, terminated, truncated, reward_sum)))
-            )  # Atari:
+            rollout.append((next_obs, action, *map(torch.tensor, (reward, terminated, truncated, reward_sum))))
             next_obs, reward_sum = agent.observe(raw_obs), reward_sum * ~(terminated | truncated)
             cut_short += [(t, i, last_obs[i]) for i in np.flatnonzero(truncated & ~terminated)]
             global_step += args.num_envs
@@ -530,11 +529,12 @@ def train(args):
         # --- returns, advantages and Bellman targets (lines 6, 8-11) ---
         # The networks did not change during the rollout, so what it needs of them but the actions is computed at once.
         rollout = (torch.stack(values).to(device) for values in zip(*rollout, strict=True))
-        obs, embeddings, actions, raw_rewards, terminations, truncations, reward_sums = rollout  # Atari:
+        obs, actions, raw_rewards, terminations, truncations, reward_sums = rollout
         with torch.no_grad():
             agent.reward_stats.update(reward_sums.flatten())
             rewards = (raw_rewards / agent.reward_stats.std).clamp(-10, 10).float()  # returns of about unit scale
             rewards = raw_rewards.sign().float() if args.clip_reward else rewards  # Atari:
+            embeddings = torch.stack(embeddings)  # Atari:
             log_probs = agent.policy(obs, embeddings).log_prob(actions)
             if cut_short:  # a truncated step is followed by its own episode's last state, not by the next one's first
                 steps, indices, last_obs = zip(*cut_short, strict=True)

@@ -331,9 +331,10 @@ class Agent(nn.Module):
         self.obs_stats = RunningMeanStd((obs_dim,))
         self.trunk = tanh_mlp(obs_dim, 64, state_dim)
         self.policy = Policy(obs_dim, action_dim, args.log_std_init)
+
         self.reward_stats = RunningMeanStd()
         # BDPG:
-        self.return_model = ReturnModel(state_dim, (64, 32), args)
+        self.return_model = ReturnModel(state_dim, (64, 32), args)  # MuJoCo: the layers' widths
         self.u_stats = RunningMeanStd()
 
     def observe(self, obs, learn=True):

@@ -250,6 +250,7 @@ class Agent(nn.Module):
         self.obs_stats = RunningMeanStd((obs_dim,))
         self.trunk = tanh_mlp(obs_dim, 64, state_dim)
         self.policy = Policy(obs_dim, action_dim, args.log_std_init)
+
         self.reward_stats = RunningMeanStd()
         self.value = layer_init(nn.Linear(state_dim, 1), std=1.0)  # PPO:
 

@@ -270,6 +270,7 @@ class Agent(nn.Module):
         self.obs_stats = RunningMeanStd((obs_dim,))
         self.trunk = tanh_mlp(obs_dim, 64, state_dim)
         self.policy = Policy(obs_dim, action_dim, args.log_std_init)
+
         self.reward_stats = RunningMeanStd()
         self.return_model = ReturnModel(state_dim, args.num_quantiles)  # QR:
 

@@ -310,8 +310,9 @@ class Agent(nn.Module):
         self.obs_stats = RunningMeanStd((obs_dim,))
         self.trunk = tanh_mlp(obs_dim, 64, state_dim)
         self.policy = Policy(obs_dim, action_dim, args.log_std_init)
+
         self.reward_stats = RunningMeanStd()
-        self.return_model = ReturnModel(state_dim, (64, 64), args)  # WGAN:
+        self.return_model = ReturnModel(state_dim, (64, 64), args)  # WGAN, MuJoCo:
 
     def observe(self, obs, learn=True):
         """Observations as the networks take them: standardised by running statistics, which learn from them first."""
