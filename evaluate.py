@@ -1,8 +1,8 @@
 """Plays a saved agent, with everything it has learnt frozen, and shows what it believes about its returns.
 
     python evaluate.py runs/NAME --episodes 30              # scores: printed, and written to runs/NAME/evaluation.json
-    python evaluate.py runs/NAME --deterministic            # the most likely actions instead of sampled ones
-    python evaluate.py runs/NAME --episodes 1 --video       # evaluation.mp4: one game, and the agent's beliefs beside it
+    python evaluate.py --deterministic                      # the newest run; the most likely actions, not sampled ones
+    python evaluate.py runs/NAME --episodes 1 --video       # evaluation.mp4: one game, with the agent's beliefs
     python evaluate.py runs/NAME --episodes 30 --report     # evaluation.png: is the return distribution calibrated?
 
 What the numbers and pictures mean: docs/evaluate.md.
@@ -17,34 +17,43 @@ import re
 import shlex
 import sys
 import warnings
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from importlib.metadata import distributions
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Optional
 
-import gymnasium as gym
+import imageio_ffmpeg
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import tyro
+from torch.distributions import kl_divergence
 from tqdm import tqdm
 
 NUM_SAMPLES = 256  # return samples that stand for the distribution of one state
 UNDETERMINED = 0.25  # a return is not known where an estimate makes up more than this share of it (a weight γ^n)
 MAX_REPORT_STEPS = 50_000  # recorded for the report; embeddings of many long games would fill the memory
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#777777"  # of Okabe and Ito, told apart by the colour-blind
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#777777"  # Okabe and Ito's, for the colour-blind too
+plt.switch_backend("Agg")
+plt.rcParams |= {"font.size": 13, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
 
 
 @dataclass
 class Args:
-    path: tyro.conf.Positional[Path]
-    """a run's folder (its newest checkpoint is taken) or a checkpoint"""
+    path: tyro.conf.Positional[Path] = Path("runs")
+    """a checkpoint, a run's folder (its newest checkpoint is taken), or a folder of runs (the newest one is taken)"""
     episodes: int = 30
     """whole episodes (Atari: whole games) to score"""
     deterministic: bool = False
     """take the mode of the policy instead of a sample"""
     seed: int = 1_000_000
     """seed of environments and sampling, far from those of training"""
+    max_steps: int = 30_000
+    """agent steps after which an episode is cut, so that one that never ends does; Atari's rules allow 27,000"""
+    env_id: Optional[str] = None
+    """the task that the checkpoint names; needed only for "module:Name-v0", which imports that module"""
     output: Optional[Path] = None
     """the JSON file (default: evaluation.json in the run's folder); video and report go beside it as .mp4 and .png"""
     video: bool = False
@@ -61,174 +70,155 @@ def fail(message):
     raise SystemExit(2)
 
 
-def first_line(error):
-    """In one line what the error says first; PyTorch's first line only announces the second."""
-    lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+@contextmanager
+def replacing(path):
+    """A temporary file that takes the place of `path` once it is complete, and is gone if it never is."""
+    temporary = path.with_name(f".{os.getpid()}-{path.name}")
+    try:
+        yield temporary
+        temporary.replace(path)
+    except OSError as error:
+        fail(f"{path} cannot be written ({error.strerror or 'is the disk full?'}).")
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
 
 
 # --- the saved agent ---
-
-
-def load(path):
-    """The checkpoint, its path, and the script (as a module) that made it."""
+def load(path, env_id=None):
+    """The checkpoint, its path, and the script (as a module) that made it. The file is not trusted: its script must be
+    one of ours, which verifies it, and a module that its task would import must be named by the user as well."""
     if path.is_dir():
-        path = max(path.glob("checkpoint-*.pt"), default=path / "checkpoint-*.pt")
+        newest_run = max(path.glob("*/checkpoint-*.pt"), key=lambda file: file.stat().st_mtime, default=None)
+        path = max(path.glob("checkpoint-*.pt"), default=newest_run) or path / "checkpoint-*.pt"
     if not path.is_file():
         fail(f"there is no checkpoint {path}.")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        name = dict(checkpoint)["script"]
+        name = dict(torch.load(path, map_location="cpu", weights_only=True))["script"]
     except Exception as error:  # a damaged file can fail in many ways, all of which mean the same
         fail(f"{path} is not a readable checkpoint ({type(error).__name__}).")
-    folder = Path(__file__).resolve().parent
-    # A file's name decides which code runs, so only names of training scripts are taken.
-    if not (isinstance(name, str) and re.fullmatch(r"\w+_(atari|mujoco)\.py", name) and (folder / name).is_file()):
-        fail(f"{path} was made by {name!r}, which is not a training script in {folder}.")
-    sys.path.insert(0, str(folder))
-    try:
-        return checkpoint, path, importlib.import_module(Path(name).stem)
-    except ImportError as error:
-        fail(f"{name}, which made {path}, cannot be loaded here ({error}); see requirements.txt.")
+    ours = isinstance(name, str) and re.fullmatch(r"(ppo|ppo_qr|ppo_wgan|bdpg)_(atari|mujoco)\.py", name)
+    if not ours or not Path(__file__).with_name(name).is_file():
+        fail(f"{path} was made by {name!r:.80}, which is not one of the training scripts beside evaluate.py.")
+    script = importlib.import_module(Path(name).stem)
+    checkpoint = script.load_checkpoint(path)
+    task = str(checkpoint["args"].env_id)
+    if env_id not in (None, task):
+        fail(f"{path} is of an agent for {task!r}, not for {env_id!r}.")
+    if ":" in task and env_id is None:
+        module = task.split(":")[0]
+        fail(f"{path} would import the module {module!r}; if you trust that module, add --env-id {shlex.quote(task)}.")
+    return checkpoint, path, script
 
 
-def rebuild(script, checkpoint, path, num_envs):
-    """The agent as it was saved, the arguments it was trained with, and environments to play in."""
-
-    def misfit(error):
-        fail(f"{path} does not fit {script.__name__}.py ({type(error).__name__}: {first_line(error)}).")
-
-    try:
-        args = script.Args(**checkpoint["args"])
-        args.cuda = args.capture_video = False
+def rebuild(script, checkpoint, path, num_envs, seed=0):
+    """The agent as it was saved, the arguments it was trained with, environments to play in, and the agent's age."""
+    try:  # hand-edited contents can be wrong in many ways
+        args = checkpoint["args"]
+        for name, default in vars(script.Args()).items():
+            if default is not None:
+                setattr(args, name, type(default)(getattr(args, name)))
+        args.cuda = False
+        args.bootstrap_length = int(args.bootstrap_length or args.num_steps)
         script.check_args(args)
         args.num_envs = num_envs
-    except Exception as error:  # hand-edited contents, too, can be wrong in many ways
-        misfit(error)
-    try:
-        envs = script.make_envs(args, None)
-    except Exception as error:
-        fail(f"{args.env_id} cannot be made here ({first_line(error)}).")
-    try:
+        envs = script.Environments(args, seed)
         agent = script.Agent(envs, args)
         agent.load_state_dict(checkpoint["agent"])
-        global_step = int(checkpoint["global_step"])
+        return agent.requires_grad_(False), args, envs, int(checkpoint["global_step"])
     except Exception as error:
-        misfit(error)
-    broken = [name for name, parameter in agent.named_parameters() if not parameter.isfinite().all()]
-    if broken:
-        fail(f"{path} is broken: {broken[0]} is not finite.")
-    return agent.requires_grad_(False), args, envs, global_step
+        fail(f"{path} does not fit {script.__name__}.py ({error!r:.200}).")
 
 
 # --- playing ---
-
-
-def play(
-    script, agent, envs, seed, quotas, deterministic=False, max_steps=math.inf, keep=0, camera=None, num_pictures=0, progress=None
-):
-    """Plays until environment i has completed quotas[i] episodes, a number fixed beforehand: the first ones to end, of all
-    environments together, would be too short on average. Returns the episodes and the record of the first `keep` steps."""
-    torch.manual_seed(seed)
-    episodes = [[] for _ in quotas]
+def play(agent, envs, quotas, deterministic=False, max_steps=10**9, keep=0, camera=None, num_pictures=0, progress=None):
+    """Plays until environment i has completed quotas[i] episodes, a number fixed beforehand: the first ones to end, of
+    all environments together, would be too short on average. An environment whose episode is cut at `max_steps` plays
+    no more, as it cannot be reset alone. Returns the episodes and the record of the first `keep` steps."""
+    torch.manual_seed(envs.seed)
+    episodes, quotas = [[] for _ in quotas], list(quotas)
     scores, lengths = np.zeros(len(quotas)), np.zeros(len(quotas), dtype=int)
-    record = SimpleNamespace(embeddings=[], rewards=[], terminations=[], dones=[], counts=[], cut_short=[], pictures=[])
-    obs = agent.observe(script.reset_envs(envs, seed), learn=False)
-    t = 0
-    while any(len(done) < quota for done, quota in zip(episodes, quotas, strict=True)) and t < max_steps:
+    embeddings, steps, cut_short, pictures = [], [], [], []
+    obs, t = agent.observe(envs.reset(), learn=False), 0
+    while any(counts := [len(done) < quota for done, quota in zip(episodes, quotas, strict=True)]):
         c = agent.trunk(obs)
-        if t == keep:
-            record.last_embedding = c
         policy = agent.policy(obs, c)
         action = (policy.mode if deterministic else policy.sample()).numpy()
-        counts = [len(done) < quota for done, quota in zip(episodes, quotas, strict=True)]
-        if camera is not None and t < num_pictures:
-            record.pictures.append(camera(action))
-        raw_obs, reward, terminated, truncated, final_obs, game_over = script.step_envs(envs, action)
+        if t < num_pictures:
+            pictures.append(camera(action))
+        raw_obs, reward, terminated, truncated, last_obs, ended = envs.step(action)
         obs = agent.observe(raw_obs, learn=False)
+        if t <= keep:
+            embeddings.append(c)
         if t < keep:
-            record.embeddings.append(c)
-            record.rewards.append(torch.as_tensor(reward, dtype=torch.float32))
-            record.terminations.append(torch.as_tensor(terminated))
-            record.dones.append(torch.as_tensor(terminated | truncated))
-            record.counts.append(torch.tensor(counts))
-            record.cut_short += [(t, i, final_obs[i]) for i in np.flatnonzero(truncated & ~terminated)]
+            steps.append([torch.tensor(values) for values in (reward, terminated, terminated | truncated, counts)])
+            cut_short += [(t, i, last_obs[i]) for i in np.flatnonzero(truncated & ~terminated)]
         scores += reward
         lengths += 1
-        for i in np.flatnonzero(game_over):
+        for i in np.flatnonzero(ended | (lengths >= max_steps)):
             if counts[i]:
-                episodes[i].append({"score": float(scores[i]), "length": int(lengths[i]), "seed": seed + int(i)})
+                episode = {"score": float(scores[i]), "length": int(lengths[i]), "seed": envs.seed + int(i)}
+                episodes[i].append(episode | {"cut": not ended[i]})
+                quotas[i] = quotas[i] if ended[i] else 0
                 if progress is not None:
                     progress.update()
             scores[i] = lengths[i] = 0
         t += 1
-    if keep:
-        if t <= keep:
-            record.last_embedding = agent.trunk(obs)
-        for name in ("embeddings", "rewards", "terminations", "dones", "counts"):
-            setattr(record, name, torch.stack(getattr(record, name)))
+    record = SimpleNamespace(cut_short=cut_short, pictures=pictures)
+    if keep:  # one embedding more than steps: that of the last step's next state
+        record.embeddings = torch.stack(embeddings if t > keep else [*embeddings, agent.trunk(obs)])
+        columns = map(torch.stack, zip(*steps, strict=True))
+        record.rewards, record.terminations, record.dones, record.counts = columns
     return [episode for done in episodes for episode in done], record
 
 
 def summarise(scores):
-    scores = np.asarray(scores)
-    resampled = np.random.default_rng(0).choice(scores, (10_000, len(scores))).mean(1)
-    low, high = np.quantile(resampled, [0.025, 0.975])
-    return {
-        "mean": float(scores.mean()),
-        "std": float(scores.std()),
-        "median": float(np.median(scores)),
-        "mean_95": [float(low), float(high)],
-    }
+    rng = np.random.default_rng(0)
+    low, high = np.quantile([rng.choice(scores, len(scores)).mean() for _ in range(10_000)], [0.025, 0.975])
+    summary = {"mean": float(np.mean(scores)), "std": float(np.std(scores)), "median": float(np.median(scores))}
+    return summary | {"mean_95": [float(low), float(high)]}
 
 
 # --- beliefs and what came true ---
-
-
-def returns_to_go(rewards, next_g, terminations, dones, gamma):
-    """The discounted return from each step to the end of its learning episode, and the weight γ^n of the estimate in it: where an
-    episode was cut, or the record ends, a sampled return stands for what would have followed."""
-    returns, weights = torch.empty_like(rewards), torch.empty_like(rewards)
-    after, weight = next_g[-1], torch.ones_like(rewards[0])
-    for t in reversed(range(len(rewards))):
-        after = torch.where(dones[t], next_g[t] * ~terminations[t], after)
-        weight = torch.where(dones[t], (~terminations[t]).float(), weight)
-        after, weight = rewards[t] + gamma * after, gamma * weight
-        returns[t], weights[t] = after, weight
-    return returns, weights
+def sample_returns(agent, c, num_samples):
+    """Samples of the return (num_samples, *states); of plain PPO, which has no distribution, its one value."""
+    return agent.value(c).squeeze(-1)[None] if hasattr(agent, "value") else agent.return_model.sample(c, num_samples)
 
 
 def look_back(script, agent, args, record):
-    """What became of each recorded step, in the scale of training: Bellman target x, return, whether the return is known,
-    information gain u (None without an encoder)."""
-    model, c = agent.return_model, record.embeddings
-    if getattr(args, "clip_reward", False):
-        rewards = record.rewards.sign()
-    else:
-        rewards = (record.rewards / agent.reward_stats.std).clamp(-10, 10).float()
-    g = model.sample(torch.cat([c, record.last_embedding.unsqueeze(0)]), 1)[0]
+    """What became of each recorded step, in the scale of training: Bellman target x, return to the end of its learning
+    episode, information gain u (None without an encoder). Where an episode was cut, or the record ends, a sampled
+    return stands for what would have followed; the return is known if that has little weight."""
+    c = record.embeddings[:-1]
+    rewards = (record.rewards / agent.reward_stats.std).clamp(-10, 10).float()
+    rewards = record.rewards.sign().float() if getattr(args, "clip_reward", False) else rewards
+    g = sample_returns(agent, record.embeddings, 1)[0]
     g, next_g = g[:-1], g[1:].clone()
     if record.cut_short:
-        steps, indices, final_obs = zip(*record.cut_short, strict=True)
-        next_g[steps, indices] = model.sample(agent.trunk(agent.observe(np.stack(final_obs), learn=False)), 1)[0]
+        steps, indices, last_obs = zip(*record.cut_short, strict=True)
+        last_embeddings = agent.trunk(agent.observe(np.stack(last_obs), learn=False))
+        next_g[steps, indices] = sample_returns(agent, last_embeddings, 1)[0]
     ends = (record.terminations, record.dones, args.gamma)
-    window = (args.gae_lambda, args.bootstrap_length or args.num_steps)
-    if args.target == "sr":
-        x = script.sr_targets(rewards, next_g, *ends, *window)
-    else:
-        x = script.k_step_gae(rewards, g, next_g, *ends, *window) + g
-    returns, weights = returns_to_go(rewards, next_g, *ends)
+    window = (args.gae_lambda, args.bootstrap_length)
+    x_lambda = script.k_step_gae(rewards, g, next_g, *ends, *window) + g
+    x = script.sr_targets(rewards, next_g, *ends, *window) if args.target == "sr" else x_lambda
+    to_the_end = (
+        1.0,
+        len(g),
+    )  # the return is the target with λ = 1 and no limit on k, and so is the sample's weight γ^n
+    returns = script.k_step_gae(rewards, g, next_g, *ends, *to_the_end) + g
+    sampled, nothing = record.dones | (torch.arange(len(g)) == len(g) - 1).unsqueeze(1), torch.zeros_like(g)
+    weights = script.k_step_gae(nothing, nothing, sampled.float(), *ends, *to_the_end)
     u = None
-    if hasattr(script, "gaussian_kl"):
-        centre = model.centre(c)
-        at_x, at_g = (model.encode(model.relative(value, centre), c) for value in (x, g))
-        u = script.gaussian_kl(*at_x, *at_g).clamp(max=args.u_bar)
+    if hasattr(args, "u_bar"):  # BDPG
+        model, b = agent.return_model, agent.return_model.centre(c)
+        u = kl_divergence(model.encode(x_lambda, b, c), model.encode(g, b, c)).sum(-1).clamp(max=args.u_bar)
     return SimpleNamespace(x=x, returns=returns, known=weights <= UNDETERMINED, u=u)
 
 
 def probability_integral(samples, truth):
-    """Where each truth (states,) falls among its samples (n, states), in (0, 1): uniform if both have the same distribution. Ties
-    and the gaps between samples are filled at random, which makes it exact for any number of samples."""
+    """Where each truth (states,) falls among its samples (n, states), in (0, 1): uniform if both have the same
+    distribution. Ties and the gaps between samples are filled at random, which makes it exact for any n."""
     below, equal = (samples < truth).sum(0), (samples == truth).sum(0)
     return (below + torch.rand(truth.shape) * (equal + 1)) / (len(samples) + 1)
 
@@ -238,191 +228,181 @@ def coverage(pit, levels):
     return ((2 * pit - 1).abs().unsqueeze(-1) <= levels).float().mean(0)
 
 
+def distribution_metrics(samples, truth, pit):
+    """How well sampled returns (n, states) describe what came true (states,), one value per state."""
+    mean = samples.mean(0)
+    # Each state has a single truth, so W1 compares what all states share: the distribution around the model's mean.
+    residuals, levels = truth - mean, (torch.arange(100) + 0.5) / 100
+    w1 = (residuals.quantile(levels) - (samples - mean).flatten().quantile(levels)).abs().mean()
+    metrics = {
+        "coverage_80": coverage(pit, torch.tensor([0.8])),
+        "explained_variance": 1 - residuals.var() / truth.var(),
+        "w1": w1 / truth.std(),
+        "spread": samples.std(0).mean() / truth.std(),
+    }
+    return {name: value.item() if value.isfinite() else None for name, value in metrics.items()}
+
+
 # --- pictures ---
-
-
-def need_matplotlib():
-    try:
-        import matplotlib
-    except ImportError:
-        fail("--video and --report need Matplotlib; install it with: pip install matplotlib")
-    matplotlib.use("Agg")
-    matplotlib.rcParams |= {"font.size": 13, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def need_encoder():
-    try:
-        import imageio
-        import imageio_ffmpeg
-
-        imageio_ffmpeg.get_ffmpeg_exe()
-    except (ImportError, RuntimeError):
-        fail("--video needs an encoder; install it with: pip install imageio imageio-ffmpeg")
-    return imageio
-
-
 def make_camera(script, args, seed):
-    """An environment to film, a function that returns its picture and is told each action, and frames per second."""
-    same_step = gym.vector.AutoresetMode.SAME_STEP
+    """One environment to film, a function that returns its picture and is told each action, and frames per second."""
+    args = replace(args, num_envs=1)
     if script.__name__.endswith("_atari"):
-        # The agent sees 84x84 grey pixels. The same game in full is a second one, with the same seed and the same actions.
-        envs, spec = script.make_envs(args, None), gym.spec(args.env_id).kwargs
-        same = dict(repeat_action_probability=spec["repeat_action_probability"], autoreset_mode=same_step, life_loss_info=True)
-        twin = script.AtariVectorEnv(spec["game"], 1, **same, grayscale=False, img_height=210, img_width=160, stack_num=1)
-        pictures = [twin.reset(seed=seed)[0][0, 0]]
+        # The agent sees 84x84 grey pixels. The same game in full is a second one, with the same seed and actions.
+        full = script.Environments(args, seed, grayscale=False, img_height=210, img_width=160, stack_num=1)
+        pictures = [full.reset()[0, 0]]
 
         def camera(action):
-            pictures.append(twin.step(action)[0][0, 0])
+            pictures.append(full.step(action)[0][0, 0])
             return pictures.pop(0)
 
-        return envs, camera, 15
+        return script.Environments(args, seed), camera, 15
     warnings.simplefilter("ignore")  # GLFW's, which repeat what the error says
+    envs = script.Environments(args, seed, render_mode="rgb_array")
     try:
-        # gymnasium 1.4 leaves MuJoCo's camera where it is unless told to follow, and the agent runs out of the picture
-        tracking = {"camera_name": "track"} if "mujoco" in str(gym.spec(args.env_id).entry_point) else {}
-        env = gym.make(args.env_id, render_mode="rgb_array", disable_env_checker=True, **tracking)
-        envs = gym.vector.SyncVectorEnv([lambda: env], autoreset_mode=same_step)
-        envs.video_dir = None  # it is filmed here, not by the script
-        envs.reset(seed=seed)
+        envs.reset()
+        env = envs.envs.envs[0].unwrapped
+        if hasattr(env, "mujoco_renderer"):  # its camera stays where it is, and the agent runs out of the picture
+            import mujoco
+
+            env.mujoco_renderer.camera_id = mujoco.mj_name2id(env.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
         if env.render() is None:
             fail(f"{args.env_id} has no pictures to film.")
     except Exception as error:  # without OpenGL each backend fails in its own way
-        fail(f"{args.env_id} cannot be drawn here ({first_line(error)}); MuJoCo needs OpenGL: try MUJOCO_GL=egl, osmesa or glfw.")
+        message = f"{args.env_id} cannot be drawn here ({error!r:.200})"
+        fail(f"{message}; MuJoCo's tasks need OpenGL: try MUJOCO_GL=egl, osmesa or glfw.")
     return envs, lambda action: env.render(), min(30, env.metadata.get("render_fps", 30))
 
 
-def film(plt, imageio, script, agent, args, options, path, envs, camera, fps):
+def film(script, agent, args, options, path, envs, camera, fps):
     """Plays one episode, then draws it: only afterwards is it known what came true."""
     # The game goes on unseen for as long as its rewards still matter to the last picture.
-    extra = 2000 if args.gamma == 1 else min(2000, math.ceil(math.log(0.01) / math.log(args.gamma)))
+    extra = min(2000, math.ceil(math.log(0.01) / math.log(args.gamma))) if 0 < args.gamma < 1 else 2000
     num_steps = options.video_steps + extra
-    _, record = play(
-        script, agent, envs, options.seed, [1], options.deterministic, num_steps, num_steps, camera, options.video_steps
-    )
+    _, record = play(agent, envs, [1], options.deterministic, num_steps, num_steps, camera, options.video_steps)
     truth = look_back(script, agent, args, record)
-    T = min(options.video_steps, len(record.rewards))
-    samples = agent.return_model.sample(record.embeddings[:T, 0], NUM_SAMPLES).numpy()
+    T = len(record.pictures)
+    samples = sample_returns(agent, record.embeddings[:T, 0], NUM_SAMPLES).numpy()
     low, median, high = np.quantile(samples, [0.05, 0.5, 0.95], axis=0)
-    x = truth.x[:T, 0].numpy()
+    x, u = truth.x[:T, 0].numpy(), None if truth.u is None else truth.u[:T, 0].numpy()
     returns = np.where(truth.known[:T, 0], truth.returns[:T, 0], np.nan)
-    u = None if truth.u is None else truth.u[:T, 0].numpy()
     score, steps = record.rewards[:T, 0].cumsum(0).numpy(), np.arange(T)
-
     finite = np.concatenate([np.quantile(samples, [0.0005, 0.9995]), x, returns[~np.isnan(returns)]])
     margin = 0.05 * (finite.max() - finite.min()) + 1e-6
     limits = (finite.min() - margin, finite.max() + margin)
     grid = np.linspace(*limits, 300)
 
-    legend = dict(
-        loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=3, frameon=False, fontsize=11, handlelength=1.4, columnspacing=1.3
-    )
     figure = plt.figure(figsize=(12.8, 7.2), dpi=100, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
     left, right = figure.subfigures(1, 2, width_ratios=(1, 1.35))
     game = left.subplots()
     game.axis("off")
-    image = game.imshow(record.pictures[0], animated=True)
-    title = game.set_title(" ", fontsize=15)  # blank at first, to keep its place; drawn anew below
-    title.set_animated(True)
-    axes = right.subplots(2 if u is None else 3, 1)
-    density, along = axes[0], axes[1]
-    density.set(xlim=limits, ylim=(0, 1.08), xlabel="discounted return from here (scaled rewards)", ylabel="relative density")
-    (shape,) = density.fill([0, 0, 0], [0, 0, 0], color=BLUE, alpha=0.45, animated=True, label="sampled returns p(X|s)")
-    came = density.axvline(0, color=ORANGE, lw=3, animated=True, label="return that came true")
-    target = density.axvline(0, color="black", lw=2, ls=(0, (2, 1.5)), animated=True, label="Bellman target x")
-    density.legend(**legend)
+    image, title = game.imshow(record.pictures[0]), game.set_title(" ", fontsize=15)
+    known_spread = len(samples) > 1  # plain PPO has a value and no distribution
+    axes = right.subplots(1 + known_spread + (u is not None), 1, squeeze=False).flatten()
+    along, gain = axes[int(known_spread)], axes[-1]
     along.set(xlim=(0, max(T - 1, 1)), ylim=limits, ylabel="return")
-    band = along.fill_between([0], [0], [0], color=BLUE, alpha=0.3, lw=0, animated=True, label="5–95 % of p(X|s)")
-    (middle,) = along.plot([], [], color=BLUE, lw=2, animated=True, label="median")
-    (truths,) = along.plot([], [], color=ORANGE, lw=2, animated=True, label="came true")
-    along.legend(**legend)
-    artists = [(game, image), (game, title), (density, shape), (density, came), (density, target)]
-    artists += [(along, band), (along, middle), (along, truths)]
+    band = along.fill_between([0], [0], [0], color=BLUE, alpha=0.3, lw=0, label="5–95 % of p(X|s)" * known_spread)
+    curves = {along.plot([], color=BLUE, lw=2, label="median" if known_spread else "value V(s)")[0]: median}
+    curves |= {along.plot([], color=ORANGE, lw=2, label="came true")[0]: returns}
+    beliefs = []
+    if known_spread:
+        density = axes[0]
+        density.set(xlim=limits, xlabel="discounted return from here (scaled rewards)")
+        density.set(ylim=(0, 1.08), ylabel="relative density")
+        beliefs += density.fill([0] * 3, [0] * 3, color=BLUE, alpha=0.45, label="sampled returns p(X|s)")
+        beliefs += [density.axvline(0, color=ORANGE, lw=3, label="return that came true")]
+        beliefs += [density.axvline(0, color="black", lw=2, ls=(0, (2, 1.5)), label="Bellman target x")]
+    for axis in axes[: 1 + known_spread]:
+        legend = dict(loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=3, frameon=False)
+        axis.legend(**legend, fontsize=11, handlelength=1.4, columnspacing=1.3)
     if u is not None:
-        axes[2].set(xlim=(0, max(T - 1, 1)), ylabel="information\ngain (nats)")
-        scale_gain(axes[2], u.max())
-        (gain,) = axes[2].plot([], [], color=GREEN, lw=1.5, animated=True)
-        artists.append((axes[2], gain))
+        gain.set(xlim=(0, max(T - 1, 1)), ylabel="information\ngain (nats)")
+        scale_gain(gain, u.max())
+        curves |= {gain.plot([], color=GREEN, lw=1.5)[0]: u}
     axes[-1].set_xlabel("step of the episode")
     figure.align_ylabels(axes)
+    moving = [image, title, band, *curves, *beliefs]  # drawn anew in each frame, upon all else: four times as fast
+    for artist in moving:
+        artist.set_animated(True)
     figure.canvas.draw()
     background = figure.canvas.copy_from_bbox(figure.bbox)
 
-    temporary = path.with_suffix(".tmp.mp4")
-    with imageio.get_writer(temporary, fps=fps, macro_block_size=16, codec="libx264", quality=7) as writer:
+    with replacing(path) as temporary:
+        encoder = imageio_ffmpeg.write_frames(temporary, (1280, 720), fps=fps, quality=7, ffmpeg_log_level="quiet")
+        encoder.send(None)
         for t in tqdm(steps, desc="video", disable=not sys.stderr.isatty()):
             image.set_data(record.pictures[t])
             title.set_text(f"{args.env_id}   step {t}   score {score[t]:,.0f}")
-            width = max(1.06 * samples[:, t].std() * NUM_SAMPLES**-0.2, grid[1] - grid[0])
-            curve = np.exp(-0.5 * ((grid[:, None] - samples[:, t]) / width) ** 2).sum(1)
-            shape.set_xy(np.column_stack([np.r_[limits[0], grid, limits[1]], np.r_[0, curve / curve.max(), 0]]))
-            came.set_xdata([returns[t]] * 2)
-            target.set_xdata([x[t]] * 2)
-            past = slice(0, t + 1)
-            band.set_data(steps[past], low[past], high[past])
-            middle.set_data(steps[past], median[past])
-            truths.set_data(steps[past], returns[past])
-            if u is not None:
-                gain.set_data(steps[past], u[past])
+            band.set_data(steps[: t + 1], low[: t + 1], high[: t + 1])
+            for curve, values in curves.items():
+                curve.set_data(steps[: t + 1], values[: t + 1])
+            if known_spread:
+                shape, came, target = beliefs
+                width = max(1.06 * samples[:, t].std() * NUM_SAMPLES**-0.2, grid[1] - grid[0])
+                height = np.exp(-0.5 * ((grid[:, None] - samples[:, t]) / width) ** 2).sum(1)
+                shape.set_xy(np.column_stack([np.r_[limits[0], grid, limits[1]], np.r_[0, height / height.max(), 0]]))
+                came.set_xdata([returns[t]] * 2)
+                target.set_xdata([x[t]] * 2)
             figure.canvas.restore_region(background)
-            for axis, artist in artists:
-                axis.draw_artist(artist)
-            writer.append_data(np.asarray(figure.canvas.buffer_rgba())[..., :3])
-    os.replace(temporary, path)
+            for artist in moving:
+                artist.axes.draw_artist(artist)
+            encoder.send(np.asarray(figure.canvas.buffer_rgba())[..., :3].tobytes())
+        encoder.close()
+        num_frames = 0
+        with suppress(RuntimeError):  # on a full disk the encoder ends in silence
+            num_frames, _ = imageio_ffmpeg.count_frames_and_secs(temporary)
+        if num_frames < T:
+            raise OSError
     plt.close(figure)
 
 
-def draw_report(plt, script, agent, args, record, path, title):
-    """Four panels on the steps whose return is known."""
+def draw_report(script, agent, args, record, path, title):
+    """Four panels on the steps whose return is known. Returns the numbers behind them."""
     truth = look_back(script, agent, args, record)
     usable = record.counts & truth.known
     if not usable.any():
-        fail("--report needs returns that came true, but every episode was cut too early for that (see docs/evaluate.md).")
+        fail("--report needs returns that came true, but every episode was cut too early (see docs/evaluate.md).")
     some = torch.randperm(int(usable.sum()))[:5000]
-    c, returns, x = (values[usable][some] for values in (record.embeddings, truth.returns, truth.x))
+    c, returns, x = (values[usable][some] for values in (record.embeddings[:-1], truth.returns, truth.x))
     samples = torch.cat([agent.return_model.sample(part, NUM_SAMPLES) for part in c.split(250)], 1)
-    pit, pit_x, stds = probability_integral(samples, returns), probability_integral(samples, x), samples.std(0).numpy()
-    error = (samples.mean(0) - returns).square().mean().sqrt().item()
-    levels = torch.linspace(0, 1, 101)
+    pit, pit_x = probability_integral(samples, returns), probability_integral(samples, x)
+    stds, error = samples.std(0).numpy(), (samples.mean(0) - returns).square().mean().sqrt().item()
+    episodes = int((record.dones & record.counts).sum())
+    numbers = {"states": len(returns), "learning_episodes": episodes}
+    numbers["true_returns"] = distribution_metrics(samples, returns, pit)
+    numbers["targets"] = distribution_metrics(samples, x, pit_x)
 
     figure, axes = plt.subplots(2, 2, figsize=(11, 9), dpi=120, layout="constrained")
+    figure.suptitle(f"{title}\n{len(returns):,} states of {episodes:,} learning episodes", fontsize=14)
     calibration, histogram, sharpness, gain = axes.flat
     calibration.plot([0, 100], [0, 100], color=GREY, ls="--", label="ideal")
-    for truths, color, name in ((pit, ORANGE, "return"), (pit_x, "black", "target x")):
-        covered = 100 * coverage(truths, levels)
-        style = "-" if truths is pit else ":"
-        calibration.plot(100 * levels, covered, color=color, ls=style, lw=2.5, label=f"{name}: {covered[80]:.0f} %")
-    calibration.set(xlabel="central interval of the samples (%)", ylabel="came true inside it (%)", xlim=(0, 100), ylim=(0, 100))
-    calibration.set_title("Calibration")
+    for truths, color, style, name in ((pit, ORANGE, "-", "return"), (pit_x, "black", ":", "target x")):
+        covered = 100 * coverage(truths, torch.linspace(0, 1, 101))
+        calibration.plot(range(101), covered, color=color, ls=style, lw=2.5, label=f"{name}: {covered[80]:.0f} %")
+    calibration.set(xlabel="central interval of the samples (%)", ylabel="came true inside it (%)")
+    calibration.set(xlim=(0, 100), ylim=(0, 100), title="Calibration")
     calibration.legend(frameon=False, loc="upper left", title="inside 80 %", alignment="left")
-    weight = np.full(len(pit), 20 / len(pit))
-    histogram.hist(pit.numpy(), bins=20, range=(0, 1), weights=weight, color=BLUE, alpha=0.6)
+    histogram.hist(pit.numpy(), bins=20, range=(0, 1), density=True, color=BLUE, alpha=0.6)
     histogram.axhline(1, color=GREY, ls="--", label="ideal")
-    histogram.set(xlabel="quantile at which the return came true (PIT)", ylabel="density", xlim=(0, 1), title="Where returns fall")
+    histogram.set(title="Where returns fall", xlabel="quantile of the true return (PIT)", ylabel="density", xlim=(0, 1))
     histogram.legend(frameon=False, loc="upper center")
-    sharpness.hist(stds, bins=np.linspace(0, 1.05 * max(stds.max(), error), 60), color=BLUE, alpha=0.6, label="predicted std")
-    sharpness.axvline(error, color=ORANGE, lw=3, label="rms error of the mean")
+    bins = np.linspace(0, 1.05 * max(stds.max(), error), 60)
+    sharpness.hist(stds, bins=bins, color=BLUE, alpha=0.6, label="predicted std")
+    sharpness.axvline(error, ymax=0.74, color=ORANGE, lw=3, label="rms error of the mean")
     sharpness.set(xlabel="std of the return (scaled rewards)", ylabel="states", title="Sharpness")
     sharpness.set(xlim=(0, None), ylim=(0, 1.35 * sharpness.get_ylim()[1]))  # room for the legend
     sharpness.locator_params(axis="x", nbins=5)  # more numbers would run into each other
     sharpness.legend(frameon=False, loc="upper center")
-    if truth.u is None:
-        gain.axis("off")
-    else:
-        draw_gain(gain, truth.u, record)
-    episodes = int((record.dones & record.counts).sum())
-    figure.suptitle(f"{title}\n{len(returns):,} states of {episodes:,} learning episodes", fontsize=14)
-    temporary = path.with_suffix(".tmp.png")
-    figure.savefig(temporary)
-    os.replace(temporary, path)
+    gain.axis("off") if truth.u is None else draw_gain(gain, truth.u, record)
+    with replacing(path) as temporary:
+        figure.savefig(temporary)
     plt.close(figure)
+    return numbers
 
 
 def draw_gain(axis, u, record):
-    """Information gain against the step of the learning episode: median, middle half and middle 90 % in up to 40 bins."""
+    """Information gain against the step of the learning episode: median, middle half and middle 90 % in 40 bins."""
     age = torch.zeros_like(u)
     for t in range(1, len(u)):
         age[t] = (age[t - 1] + 1) * ~record.dones[t - 1]
@@ -447,61 +427,79 @@ def scale_gain(axis, highest):
 
 
 # --- command line ---
-
-
 @torch.no_grad()
 def evaluate(options):
-    for name, least in (("episodes", 1), ("video_steps", 1), ("seed", 0)):
-        if getattr(options, name) < least:
-            fail(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(options, name)}.")
-    if options.seed >= 2**30:
-        fail(f"--seed must be less than 2**30, not {options.seed}.")
+    for name, least in (("episodes", 1), ("video_steps", 1), ("max_steps", 1), ("seed", 0)):
+        if not least <= getattr(options, name) < 2**30:
+            fail(f"--{name.replace('_', '-')} must lie between {least} and 2**30, not be {getattr(options, name)}.")
     if sys.platform == "linux" and "DISPLAY" not in os.environ:
         os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a screen; must be set before MuJoCo is imported
-    checkpoint, path, script = load(options.path)
+    checkpoint, path, script = load(options.path, options.env_id)
     output = options.output or path.parent / "evaluation.json"
-    if output.suffix != ".json" or not os.access(output.parent, os.W_OK) or output.is_dir():
-        fail(f"{output} cannot be written; --output must name a .json file in a folder that exists.")
+    picture, movie = output.with_suffix(".png"), output.with_suffix(".mp4")
+    taken = output.name.lower() == "run.json" or any(file.is_dir() for file in (output, picture, movie))
+    if taken or output.suffix != ".json" or not os.access(output.parent, os.W_OK):
+        fail(f"{output} cannot be written; --output must name a .json file, but not run.json, in a folder that exists.")
     num_envs = min(options.episodes, 8)
-    agent, args, envs, global_step = rebuild(script, checkpoint, path, num_envs)
+    agent, args, envs, global_step = rebuild(script, checkpoint, path, num_envs, options.seed)
     # What the pictures need is looked for before the long part, not after it.
-    plt = need_matplotlib() if options.video or options.report else None
+    if options.report and not hasattr(agent, "return_model"):
+        fail(f"--report is about return distributions, and plain PPO ({script.__name__}.py) learns none.")
     if options.video:
-        imageio = need_encoder()
-        filmed = make_camera(script, script.Args(**vars(args) | {"num_envs": 1}), options.seed)
+        try:
+            imageio_ffmpeg.get_ffmpeg_exe()
+        except RuntimeError as error:
+            fail(f"--video needs ffmpeg ({error}).")
+        filmed = make_camera(script, args, options.seed)
 
-    quotas = [options.episodes // num_envs + (i < options.episodes % num_envs) for i in range(num_envs)]
-    keep = MAX_REPORT_STEPS // num_envs if options.report else 0
+    episodes, record = [], None
     with tqdm(total=options.episodes, unit=" episodes", disable=not sys.stderr.isatty()) as progress:
-        episodes, record = play(script, agent, envs, options.seed, quotas, options.deterministic, keep=keep, progress=progress)
-    envs.close()
+        while left := options.episodes - len(episodes):
+            if episodes:  # some were cut, and the rest is played in new environments
+                envs = script.Environments(args, envs.seed + num_envs)
+            quotas = [left // num_envs + (i < left % num_envs) for i in range(num_envs)]
+            keep = MAX_REPORT_STEPS // num_envs if options.report and not episodes else 0
+            played, steps = play(agent, envs, quotas, options.deterministic, options.max_steps, keep, progress=progress)
+            envs.envs.close()
+            episodes, record = episodes + played, record or steps
     scores = [episode["score"] for episode in episodes]
-    summary = summarise(scores)
-    result = summary | {f"{name}s": [episode[name] for episode in episodes] for name in ("score", "length", "seed")}
-    result |= {"env_id": args.env_id, "script": checkpoint["script"], "checkpoint": str(path), "global_step": global_step}
-    result |= {"command": shlex.join(["python", *sys.argv]), "deterministic": options.deterministic}
-    packages = ("torch", "numpy", "gymnasium", "mujoco", "ale-py")
+    if not np.abs(scores).max() < 1e100:
+        fail(f"{args.env_id} has scores beyond all numbers.")
+    result = summarise(scores)
+    low, high = result["mean_95"]
+    cut = sum(episode["cut"] for episode in episodes)
+    script.say(
+        f"{args.env_id} after {global_step:,} steps, {len(episodes)} episode{'s' * (len(episodes) > 1)}: "
+        f"mean {result['mean']:.1f} (95 % interval {low:.1f} to {high:.1f}), std {result['std']:.1f}, "
+        f"median {result['median']:.1f}" + f"; {cut} cut at --max-steps {options.max_steps:,}" * (cut > 0)
+    )
+    result |= {f"{name}s": [episode[name] for episode in episodes] for name in ("score", "length", "seed")}
+    result |= {"max_steps": options.max_steps, "cut_at_max_steps": cut, "deterministic": options.deterministic}
+    result |= {"env_id": args.env_id, "script": checkpoint["script"], "checkpoint": str(path)}
+    result |= {"global_step": global_step, "command": shlex.join(["python", *sys.argv])}
+    packages = ("torch", "numpy", "gymnasium", "envpool", "mujoco", "ale-py")
     versions = {package.name: package.version for package in distributions() if package.name in packages}
     result["versions"] = {"python": platform.python_version(), **versions}
     if options.report:
         title = f"{args.env_id}, {script.__name__} after {global_step:,} steps"
-        draw_report(plt, script, agent, args, record, output.with_suffix(".png"), title)
-    temporary = output.with_suffix(".tmp")
-    temporary.write_text(json.dumps(result, indent=2) + "\n")
-    os.replace(temporary, output)
-    low, high = summary["mean_95"]
-    print(
-        f"{args.env_id} after {global_step:,} steps, {len(scores)} episode{'s' * (len(scores) > 1)}: mean {summary['mean']:.1f} "
-        f"(95 % interval {low:.1f} to {high:.1f}), std {summary['std']:.1f}, median {summary['median']:.1f}\n{output}"
-    )
-    if options.report:
-        print(output.with_suffix(".png"))
+        result["report"] = draw_report(script, agent, args, record, picture, title)
+    with replacing(output) as temporary:
+        temporary.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
+    script.say("\n".join([str(output)] + [str(picture)] * options.report))
     if options.video:
-        film(plt, imageio, script, agent, args, options, output.with_suffix(".mp4"), *filmed)
-        filmed[0].close()
-        print(output.with_suffix(".mp4"))
+        film(script, agent, args, options, movie, *filmed)
+        script.say(str(movie))
     return result
 
 
+def main():
+    try:
+        evaluate(tyro.cli(Args, description=__doc__))
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except OSError as error:
+        fail(f"{error.filename}: {error.strerror}.")
+
+
 if __name__ == "__main__":
-    evaluate(tyro.cli(Args))
+    main()

@@ -1,23 +1,19 @@
-"""Pictures and tables from the TensorBoard logs of runs: learning curves, scores with intervals, maps of the ablation.
+"""Draws and compares runs: learning curves, scores with intervals, and which method is likely to beat which.
 
-    python benchmark/plot.py runs/mujoco-figure --output docs/figures/mujoco
-    python benchmark/plot.py runs --tags charts/averaged_score return_model/coverage_80
-    python benchmark/plot.py runs/ablation --maps-at 10000000 150000000
-    python benchmark/plot.py runs/mujoco-figure --keep benchmark/results/mujoco       # the runs, small enough for a repository
+    python benchmark/plot.py results/mujoco-figure
+    python benchmark/plot.py runs --output figures --curves return coverage_80
 
-Every picture comes as PNG and SVG with the numbers behind it as CSV, and a table in Markdown. What is what: docs/benchmark.md.
+Takes folders of results and runs' own folders, at any depth. Writes a PNG for each of --curves (mean and standard
+deviation over seeds, averaged over the paper's intervals) and a page of tables in Markdown. The final score of a run
+is the mean of its last 100 training episodes. Intervals are 95 % bootstraps that redraw the seeds of each task and keep
+the tasks (Agarwal et al., "Deep Reinforcement Learning at the Edge of the Statistical Precipice", 2021).
 """
 
-import csv
-import difflib
 import itertools
-import json
 import sys
-import textwrap
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Optional
 
 import matplotlib
@@ -26,50 +22,52 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import tyro
-from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmark.common import FREE, fail, make_folder, start, table
+from benchmark.common import FREE, fail, interval_steps, make_folder, read_results, read_run, start, table
 
-SCORE, SPEED = "charts/averaged_score", "charts/steps_per_second"
-FINAL = {"score": SCORE, "explained variance": "return_model/explained_variance", "coverage of 80 %": "return_model/coverage_80"}
-AXES = {SCORE: "averaged score (rewards)", FINAL["coverage of 80 %"]: "share in the 80 % interval"}  # others: the tag's name
-METHODS = {"bdpg": "BDPG", "ppo_wgan": "PPO+WGAN", "ppo_qr": "PPO+QR", "ppo_scalar": "PPO, scalar critic"}
-# Scores of a random player and of a human tester after up to 30 no-ops: Wang et al. 2016, "Dueling network architectures", raw
-# scores in the appendix; the same numbers are in DeepMind's dqn_zoo/atari_data.py.
-HUMAN = {
-    "Asterix": (210.0, 8503.3),
-    "BeamRider": (363.9, 16926.5),
-    "Breakout": (1.7, 30.5),
-    "Freeway": (0.0, 29.6),
-    "Hero": (1027.0, 30826.4),
-    "Qbert": (163.9, 13455.0),
-    "Seaquest": (68.4, 42054.7),
-    "Venture": (0.0, 1187.5),
-}
+METHODS = {"bdpg": "BDPG", "ppo_wgan": "PPO+WGAN", "ppo_qr": "PPO+QR", "ppo": "PPO"}
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito, for all eyes
 LINES = ["-", "--", "-.", ":"]  # and for prints without colour
-NUM_RESAMPLES = 10_000
 MOST_METHODS = 12  # in one picture
-KEPT = "curves.csv"  # of a run that --keep copied
+NUM_RESAMPLES = 10_000
+# What others report for PPO. MuJoCo: older versions of the tasks; the Zoo has settings of its own for most tasks and
+# plays the mean action, Tianshou reports the best score on the way. Atari: 10M agent steps; random and human play from
+# Wang et al. 2016, "Dueling network architectures".
+PUBLISHED = {
+    ("CleanRL, v4, 1M", "SB3 Zoo, v3, 1M, one run", "Tianshou, best within 1M"): {
+        "Ant-v5": ("(8M: 1824 ± 906)", "1327", "3258"),
+        "HalfCheetah-v5": ("1443 ± 46", "5819", "5784"),
+        "Hopper-v5": ("2383 ± 272", "2410", "2609"),
+        "InvertedDoublePendulum-v5": ("(8M: 5626 ± 289)", "", "9231"),
+        "Swimmer-v5": ("(8M: 125 ± 22)", "282", "66.7"),
+        "Walker2d-v5": ("2288 ± 572", "3479", "3589"),
+        "Humanoid-v5": ("716 ± 49", "", "787"),
+        "InvertedPendulum-v5": ("963 ± 22", "", "1000"),
+        "Reacher-v5": ("(8M: -4.65 ± 0.96)", "", "-4.1"),
+    },
+    ("CleanRL, 10M", "OpenAI Baselines, 10M", "random play", "a human"): {
+        "Asterix": ("4820 ± 1092", "3739 ± 745", "210", "8503"),
+        "BeamRider": ("2478 ± 337", "2836 ± 388", "364", "16927"),
+        "Breakout": ("430 ± 8", "406 ± 11", "1.7", "30.5"),
+        "Freeway": ("33.1 ± 0.3", "33.0 ± 0.4", "0", "29.6"),
+        "Hero": ("26430 ± 925", "24747 ± 3530", "1027", "30826"),
+        "Pong": ("20.4 ± 0.2", "20.5 ± 0.8", "-20.7", "14.6"),
+        "Qbert": ("17246 ± 605", "15228 ± 921", "164", "13455"),
+        "Seaquest": ("1240 ± 419", "1518 ± 400", "68.4", "42055"),
+        "Venture": ("0 ± 0", "109 ± 62", "0", "1188"),
+    },
+}
 
 
 @dataclass
 class Args:
     folders: tyro.conf.Positional[tuple[Path, ...]]
-    """folders that hold runs, at any depth"""
-    output: Path = Path("figures/figure")
-    """where to write, without ending"""
-    tags: tuple[str, ...] = (SCORE,)
-    """what to draw curves of"""
-    final: float = 0.1
-    """share of the steps, in (0, 1], whose scores make up the final score of a run: the last ones"""
-    maps_at: tuple[int, ...] = ()
-    """instead of curves, maps over k and ū of the scores at these steps"""
-    keep: Optional[Path] = None
-    """also copy the runs into this folder, where they can be plotted from: run.json, and the curves of --tags and of all
-    that is in the table"""
+    """folders that hold results or runs"""
+    output: Optional[Path] = None
+    """the folder to write into (default: the first of the folders)"""
+    curves: tuple[str, ...] = ("return",)
+    """what to draw: return, explained_variance, coverage_80, and what else the runs' CSV files have"""
 
 
 def note(message):
@@ -79,116 +77,78 @@ def note(message):
 # --- reading ---
 
 
-def read_curves(folder):
-    """All scalars that a run logged, {tag: array of (steps, values)}. What is damaged is named and skipped."""
-    points = defaultdict(dict)
-    if (folder / KEPT).exists():
-        with open(folder / KEPT, newline="") as file:
-            try:
-                for tag, step, value in itertools.islice(csv.reader(file), 1, None):
-                    points[tag][float(step)] = [float(value)]
-            except (ValueError, csv.Error):
-                note(f"skipped the end of {folder / KEPT}: it is damaged")
-    for path in sorted(folder.glob("events.out.tfevents.*")):  # their names begin with the time
-        size, size_read = path.stat().st_size, 0
-        for record in RawEventFileLoader(str(path)).Load():
-            size_read += len(record) + 16  # with its length and checksums
-            event = Event.FromString(record)
-            if event.session_log.status == SessionLog.START:  # a resumed run: what had been logged after its checkpoint is void
-                for curve in points.values():
-                    for step in [step for step in curve if step >= event.step]:
-                        del curve[step]
-            for value in event.summary.value:
-                if value.HasField("simple_value"):
-                    points[value.tag].setdefault(event.step, []).append(value.simple_value)
-        if size == 0 or size_read < size:
-            note(f"skipped {'all' if size_read == 0 else 'the end'} of {path}: {'it is empty' if size == 0 else 'it breaks off'}")
-    return {tag: np.array([(step, np.mean(values)) for step, values in sorted(curve.items())]).T for tag, curve in points.items()}
+def identity(record):
+    """The arguments that make a method, without those that name a run or say where and what it logs."""
+    return {name: value for name, value in record["args"].items() if name not in (*FREE, "env_id", "seed")}
 
 
 def read_runs(folders):
-    """The runs with scores; of several with the same arguments the one that got furthest."""
-    runs = {}
-    for path in sorted({path for folder in folders for path in folder.resolve().rglob("run.json")}):
-        try:
-            record = json.loads(path.read_text())
-            key, script, args = run_key(record), Path(record["script"]).stem, record["args"]
-        except (ValueError, KeyError, TypeError, AttributeError):  # no JSON, or not what the scripts write
-            note(f"skipped {path.parent}: its run.json is damaged")
-            continue
-        curves = {tag: curve for tag, curve in read_curves(path.parent).items() if curve.size}
-        if SCORE not in curves:
-            note(f"skipped {path.parent}: it has no averaged score yet")
-            continue
-        run = SimpleNamespace(folder=path.parent, record=record, script=script, args=args, curves=curves)
-        run.end = max(curve[0, -1] for curve in curves.values())
-        runs.setdefault(key, []).append(run)
-    if not runs:
+    """All runs that have a score; of the same run in two places the longer one. What is damaged or short is named."""
+    runs = []
+    for folder in folders:
+        for path in sorted(folder.resolve().rglob("runs.json")):
+            runs += read_results(path.parent)
+        for path in sorted(folder.resolve().rglob("run.json")):
+            try:
+                runs.append(read_run(path.parent))
+            except (ValueError, KeyError, TypeError, AttributeError):  # no JSON, or not what the scripts write
+                note(f"skipped {path.parent}: its run.json is damaged")
+    found, longest = {}, defaultdict(int)
+    for run in runs:
+        args = run.record["args"]
+        run.task, run.seed = args["env_id"], args["seed"]
+        key = (run.task, run.seed, run.record["script"], str(sorted(identity(run.record).items())))
+        run.end, run.score = run.record["steps"], run.record["score"]
+        if run.score is None:
+            note(f"skipped {run.folder}: no episode has ended yet")
+        elif key in found and found[key].end >= run.end:
+            note(f"skipped {run.folder}: the same run is in {found[key].folder}")
+        else:
+            found[key] = run
+            longest[run.task] = max(longest[run.task], run.end)
+    for key, run in list(found.items()):
+        if run.end < 0.95 * longest[run.task]:
+            note(f"skipped {run.folder}: it ends at step {run.end:,}, others of {run.task} at {longest[run.task]:,}")
+            del found[key]
+    if not found:
         fail(f"there is no run with scores in {', '.join(map(str, folders))}.")
-    for same in runs.values():
-        same.sort(key=lambda run: (run.end, len(run.curves)), reverse=True)
-        for run in same[1:]:
-            note(f"skipped {run.folder}: the same run is in {same[0].folder}, and got as far or further there")
-    return [same[0] for same in runs.values()]
-
-
-def keep(run, tags, folder):
-    """A copy of the run that is small enough for a repository, with the tags that an earlier copy has."""
-    folder = folder / run.folder.name
-    if folder.resolve() == run.folder.resolve():
-        fail(f"{folder.parent} holds these runs already; choose another folder for --keep.")
-    make_folder(folder)
-    record = (run.folder / "run.json").read_text().replace(f"{Path.cwd()}/", "")  # where it lay here says nothing elsewhere
-    if (folder / "run.json").exists() and run_key(json.loads((folder / "run.json").read_text())) != run_key(run.record):
-        fail(f"{folder} is of another run than {run.folder}; choose another folder for --keep.")
-    (folder / "run.json").write_text(record)
-    tags = dict.fromkeys([*tags, *(read_curves(folder) if (folder / KEPT).exists() else ())])
-    rows = [(tag, f"{step:.0f}", f"{value:.5g}") for tag in tags if tag in run.curves for step, value in run.curves[tag].T]
-    rows.append(("end", f"{run.end:.0f}", 0))  # which may be after the last averaged score
-    with open(folder / KEPT, "w", newline="") as file:
-        csv.writer(file).writerows([("tag", "step", "value"), *rows])
-
-
-def run_key(record):
-    """What two runs that are the same have in common."""
-    args = record["args"]
-    return record["script"], json.dumps(identity(args) | {name: args[name] for name in ("env_id", "seed")}, sort_keys=True)
-
-
-def identity(args):
-    """The arguments that make a method, without those that name a run or say where and what it logs."""
-    return {name: value for name, value in args.items() if name not in (*FREE, "env_id", "seed")}
+    return list(found.values())
 
 
 def name_methods(runs):
-    """Sets run.method: the paper's name, and the arguments in which runs of that name differ. Returns all names in order."""
+    """Sets run.method: the paper's name, and the arguments in which runs of that name differ. All names, in order."""
     groups = defaultdict(list)
     for run in runs:
-        name = METHODS.get(run.script.rsplit("_", 1)[0], run.script)
-        groups[name + (" naive" if run.args.get("eta") == 0 else ""), run.script].append(run)
+        script = Path(run.record["script"]).stem
+        name = METHODS.get(script.rpartition("_")[0], script)
+        naive = " naive" if run.record["args"].get("eta") == 0 else ""
+        groups[name + naive, script].append((run, identity(run.record)))
     for (name, _), group in groups.items():
-        arguments = dict.fromkeys(argument for run in group for argument in identity(run.args))
-        varied = [argument for argument in arguments if len({run.args.get(argument) for run in group}) > 1]
+        arguments = dict.fromkeys(argument for _, args in group for argument in args)
+        varied = [argument for argument in arguments if len({args.get(argument) for _, args in group}) > 1]
         if "bootstrap_length" in varied and "num_steps" in varied:
             varied.remove("num_steps")  # it follows from k
-        for run in group:
-            run.method = ", ".join([name, *(f"{argument} {run.args.get(argument)}" for argument in varied)])
-    order = {run.method: [not run.script.startswith(family) for family in METHODS] for run in runs}  # as METHODS, then the rest
-    return sorted(order, key=lambda method: (order[method], method))
+        for run, args in group:
+            run.method = ", ".join([name, *(f"{argument} {args.get(argument)}" for argument in varied)])
+    order = [*METHODS.values()]
+    first = {run.method: run.method.split(",")[0].split(" ")[0] for run in runs}
+    return sorted(first, key=lambda method: (order.index(first[method]) if first[method] in order else 9, method))
+
+
+def averaged(run, column):
+    """A curve as the paper draws it: means over its intervals, as (steps, values). An interval that the run has not
+    completed counts only if it is the only one."""
+    steps = run.table["step"]
+    values = run.table.get(column, np.full(len(steps), np.nan))
+    weights = np.where(np.isnan(values), 0, run.table["episodes"] if column == "return" else 1)
+    interval = interval_steps(run.record)
+    number = np.ceil(steps / interval).astype(int) - 1
+    with np.errstate(invalid="ignore"):
+        means = np.bincount(number, weights * np.nan_to_num(values)) / np.bincount(number, weights)
+    return interval * np.arange(1, 1 + len(means)), means[: max(1, run.end // interval)]
 
 
 # --- statistics ---
-
-
-def spread(values):
-    """Standard deviation over runs; a single one has none."""
-    return values.std(0, ddof=1) if len(values) > 1 else np.nan * values[0]
-
-
-def iqm(scores):
-    """Interquartile mean along the last axis: the mean without the lowest and the highest quarter."""
-    cut = scores.shape[-1] // 4
-    return np.sort(scores)[..., cut : scores.shape[-1] - cut].mean(-1)
 
 
 def resample(scores, rng):
@@ -198,19 +158,19 @@ def resample(scores, rng):
 
 def interval(resampled, tasks):
     """The central 95 % of a bootstrap; nothing if a task has a single run, which all resamples would repeat."""
-    return np.quantile(resampled, [0.025, 0.975]) if all(len(scores) > 1 for scores in tasks) else (np.nan, np.nan)
+    single = any(len(scores) < 2 for scores in tasks)
+    return (np.nan, np.nan) if single else tuple(np.quantile(resampled, [0.025, 0.975]))
 
 
-def iqm_interval(tasks):
-    """IQM over all runs of all tasks, and its 95 % interval by the stratified bootstrap: tasks are fixed, runs are drawn within
-    each (Agarwal et al. 2021). `tasks` has an array of scores for each task."""
+def mean_interval(tasks):
+    """Mean over tasks of their mean scores, and its interval. `tasks` has an array of scores for each task."""
     rng = np.random.default_rng(0)
-    resampled = iqm(np.concatenate([resample(scores, rng) for scores in tasks], axis=1))
-    return iqm(np.concatenate(tasks)), *interval(resampled, tasks)
+    resampled = np.mean([resample(scores, rng).mean(1) for scores in tasks], axis=0)
+    return np.mean([scores.mean() for scores in tasks]), *interval(resampled, tasks)
 
 
 def improvement_interval(pairs):
-    """Probability that a run of X beats a run of Y on a task drawn at random, ties counting half, and its 95 % interval."""
+    """Probability that a run of X beats a run of Y on a task drawn at random, ties counting half, and its interval."""
     rng = np.random.default_rng(0)
 
     def wins(x, y):
@@ -221,293 +181,147 @@ def improvement_interval(pairs):
     return np.mean([wins(x, y) for x, y in pairs]), *interval(resampled, itertools.chain(*pairs))
 
 
-def normalise(env_id, scores):
-    """0 is a random player, 1 is a human; None where these are not known."""
-    game = env_id.removeprefix("ALE/").removesuffix("-v4").removesuffix("-v5").removesuffix("NoFrameskip")
-    if game not in HUMAN:
-        return None
-    random, human = HUMAN[game]
-    return (scores - random) / (human - random)
+# --- output ---
 
 
-def common_end(runs):
-    """The step that all runs of a task have reached: they are compared up to there."""
-    shortest, longest = min(runs, key=lambda run: run.end), max(runs, key=lambda run: run.end)
-    if shortest.end < 0.95 * longest.end:
-        note(f"{shortest.args['env_id']} is compared up to step {shortest.end:,.0f}, where {shortest.folder} ends")
-    return shortest.end
+def short(task):
+    return task.removesuffix("NoFrameskip-v4")
 
 
-def score_interval(run):
-    """The paper's interval between two averaged scores, in steps."""
-    return run.args["score_interval"] * run.args["num_envs"] * run.args["num_steps"]
-
-
-def averaged(run, tag):
-    """A curve as the paper draws it: its mean over each interval, as the averaged score is already, put at the last step of it.
-
-    The last interval counts only if the run has completed it, unless it is the only one."""
-    steps, values = run.curves[tag]
-    intervals = np.ceil(steps / score_interval(run))
-    whole = intervals * score_interval(run) <= run.end
-    if whole.any():
-        steps, values, intervals = steps[whole], values[whole], intervals[whole]
-    starts = np.flatnonzero(np.diff(intervals, prepend=-1))
-    counts = np.diff(starts, append=len(steps))
-    return steps[starts + counts - 1], np.add.reduceat(values, starts) / counts
-
-
-def final_value(run, tag, end, share):
-    """Mean of what was logged in the last share of the steps up to `end`; if nothing there, the last before it; if nothing, nan."""
-    steps, values = run.curves.get(tag, np.empty((2, 0)))
-    values, steps = values[steps <= end], steps[steps <= end]
-    last = values[steps > (1 - share) * end]
-    return (last if len(last) else values[-1:]).mean() if len(values) else np.nan
-
-
-def final_scores(runs, end, share, methods):
-    """{method: array of its runs' final scores} on one task."""
-    scores = {method: np.array([final_value(run, SCORE, end, share) for run in runs if run.method == method]) for method in methods}
-    scores = {method: values[~np.isnan(values)] for method, values in scores.items()}  # who has no score yet at `end`
-    return {method: values for method, values in scores.items() if len(values)}
-
-
-def single_runs(tasks, ends, share, methods):
-    """A table of the runs one by one: final score, and how well the return model describes its targets then."""
-    rows = []
-    for env_id, runs in tasks.items():
-        for run in sorted(runs, key=lambda run: (methods.index(run.method), run.args["seed"])):
-            values = [final_value(run, tag, ends[env_id], share) for tag in FINAL.values()]
-            rows.append((short(env_id), run.method, run.args["seed"], *values))
-    return ("task", "method", "seed", *FINAL), rows
-
-
-# --- pictures ---
-
-
-def panels(number, columns, width=3.1, height=2.9, margin=0.6):
-    """Axes of the given size in inches, in rows, with a margin to their left."""
-    rows = -(-number // columns)
-    columns = -(-number // rows)  # six panels in two rows of three, not in one of four and one of two
-    size = (margin + max(width * columns, 5), 0.8 + height * rows)  # the legend needs some width
+def draw_curves(runs, tasks, methods, column, path):
+    """Mean and standard deviation over seeds, a panel for each task."""
+    rows = -(-len(tasks) // 4)
+    columns = -(-len(tasks) // rows)  # six panels in two rows of three, not in one of four and one of two
+    size = (max(3.4 * columns, 5.6), 0.8 + 2.9 * rows)
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-    for axis in axes.flat[number:]:
-        axis.remove()
-    return figure, axes.flat[:number]
-
-
-def save(figure, path, header, rows):
-    """The picture as PNG and SVG, and its numbers as CSV."""
-    figure.savefig(path.with_name(f"{path.name}.png"), dpi=200)
-    figure.savefig(path.with_name(f"{path.name}.svg"), metadata={"Date": None})  # the same runs give the same file
-    plt.close(figure)
-    with open(path.with_name(f"{path.name}.csv"), "w", newline="") as file:
-        csv.writer(file).writerows([header, *(["" if cell != cell else cell for cell in row] for row in rows)])
-    print(f"wrote {path}.png, .svg and .csv")
-
-
-def draw_curves(tasks, ends, methods, tag, path):
-    """Mean and standard deviation over runs."""
-    figure, axes = panels(len(tasks), columns=4)
-    rows = []
-    for axis, (env_id, runs) in zip(axes, tasks.items(), strict=True):
-        end = ends[env_id]
-        unit, name = (1e6, "millions") if end >= 1e6 else (1e3, "thousands")
+    for axis, task in itertools.zip_longest(axes.flat, tasks):
+        if task is None:
+            axis.remove()
+            continue
         for index, method in enumerate(methods):
-            curves = [averaged(run, tag) for run in runs if run.method == method and tag in run.curves]
-            curves = [(steps, values) for steps, values in curves if steps[0] <= end]
-            if not curves:
+            curves = [averaged(run, column) for run in runs if (run.task, run.method) == (task, method)]
+            length = min((len(values) for _, values in curves), default=0)
+            values = np.ma.masked_invalid([values[:length] for _, values in curves])
+            if not values.count():
                 continue
-            steps = np.linspace(max(steps[0] for steps, _ in curves), end, 200)
-            values = np.array([np.interp(steps, *curve) for curve in curves])
-            mean, std = values.mean(0), spread(values)
-            colour = COLOURS[index % len(COLOURS)]
-            axis.plot(steps / unit, mean, LINES[index % len(LINES)], color=colour, lw=2, label=method)
-            axis.fill_between(steps / unit, mean - std, mean + std, color=colour, alpha=0.2, lw=0)
-            rows += [(env_id, method, len(values), *row) for row in zip(steps, mean, std, strict=True)]
-        axis.set(title=short(env_id), xlabel=f"agent steps ({name})")
-    for axis in axes:
-        if axis.get_subplotspec().is_first_col():
-            axis.set_ylabel(AXES.get(tag, tag.split("/")[-1].replace("_", " ")))
-    handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+            steps, mean = curves[0][0][:length] / 1e6, values.mean(0)
+            std = values.std(0, ddof=1) if len(curves) > 1 else 0
+            style = {"color": COLOURS[index % len(COLOURS)]}
+            axis.plot(steps, mean, LINES[index % len(LINES)], lw=2, label=method, **style)
+            axis.fill_between(steps, mean - std, mean + std, alpha=0.2, lw=0, **style)
+        axis.set(title=short(task), xlabel="agent steps (millions)", ylabel=column.replace("_", " "))
+        axis.label_outer(remove_inner_ticks=False)
+    handles = {
+        label: line for axis in figure.axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
     labels = [method for method in methods if method in handles]  # a task may lack some
-    for columns in range(min(4, len(labels)), 0, -1):  # as many as fit
-        legend = figure.legend([handles[label] for label in labels], labels, loc="outside lower center", ncols=columns)
-        if legend.get_window_extent().width < figure.bbox.width or columns == 1:
+    for number in range(min(5, len(labels)), 0, -1):  # as many side by side as fit
+        lines = [handles[label] for label in labels]
+        legend = figure.legend(lines, labels, loc="outside lower center", ncols=number, frameon=False)
+        if legend.get_window_extent().width < figure.bbox.width or number == 1:
             break
         legend.remove()
-    save(figure, path, ("task", "method", "runs", "step", "mean", "std"), rows)
-
-
-def draw_intervals(boxes, labels, path, xlabel, header, width=3.1, xlim=None, colours=COLOURS):
-    """Points with 95 % intervals, a row for each label; boxes: {title: {label: (..., point, low, high)}}. Returns the table."""
-    names = [textwrap.fill(label, 36) for label in labels]
-    lines = "\n".join(names).split("\n")
-    figure, axes = panels(len(boxes), 4, width, height=0.9 + 0.35 * len(lines), margin=0.1 * max(map(len, lines)))
-    for axis, (title, box) in zip(axes, boxes.items(), strict=True):
-        for label, (*_, point, low, high) in box.items():
-            y, colour = labels.index(label), colours[labels.index(label) % len(colours)]
-            axis.plot([low, high], [y, y], color=colour, lw=7, alpha=0.4, solid_capstyle="butt")
-            axis.plot(point, y, "o", color=colour)
-        axis.set_yticks(range(len(labels)), names if axis.get_subplotspec().is_first_col() else [""] * len(labels))
-        axis.set(title=title, xlim=xlim, ylim=(len(labels) - 0.5, -0.5))
-        axis.locator_params(axis="x", nbins=4)
-        axis.grid(axis="x", alpha=0.4)
-    figure.supxlabel(xlabel)
-    rows = [(title, label, *numbers) for title, box in boxes.items() for label, numbers in box.items()]
-    save(figure, path, header, rows)
-    return header, rows
-
-
-def draw_scores(scores, ends, methods, path):
-    """Final scores of each task, and over all games in units of a human player's."""
-    boxes = {}
-    for env_id, by_method in scores.items():
-        boxes[short(env_id)] = {
-            method: (f"{ends[env_id]:.0f}", len(values), values.mean(), spread(values), *iqm_interval([values]))
-            for method, values in by_method.items()
-        }
-    if all(normalise(env_id, 0) is not None for env_id in scores):
-        for method in methods:
-            normalised = [normalise(env_id, by_method[method]) for env_id, by_method in scores.items() if method in by_method]
-            if len(normalised) < len(scores):
-                note(f"{method} is not in the picture of all games: it has not played all of them")
-                continue
-            together = np.concatenate(normalised)
-            numbers = ("", len(together), together.mean(), spread(together), *iqm_interval(normalised))
-            boxes.setdefault("all games (human = 1)", {})[method] = numbers
-    header = ("task", "method", "up to step", "runs", "mean", "std", "IQM", "95 % from", "to")
-    return draw_intervals(boxes, methods, path, "final score (rewards): IQM and 95 % interval", header)
-
-
-def draw_improvement(scores, methods, path):
-    """How likely a run of one method beats a run of another."""
-    box = {}
-    for x, y in itertools.combinations(methods, 2):
-        pairs = [(by_method[x], by_method[y]) for by_method in scores.values() if x in by_method and y in by_method]
-        if pairs:
-            box[f"{x} > {y}"] = (len(pairs), *improvement_interval(pairs))
-    header = ("task", "comparison", "tasks", "probability", "95 % from", "to")
-    xlabel = "probability of improvement and 95 % interval"
-    title = "tasks that both methods have"
-    return draw_intervals({title: box}, list(box), path, xlabel, header, width=6, xlim=(-0.02, 1.02), colours=["black"])
-
-
-def draw_maps(tasks, steps, path):
-    """The ablation: score of the interval that starts at the given steps, for each k and ū, with the best η of each."""
-    figure, axes = panels(len(tasks) * len(steps), len(steps), width=4.2, height=3.4)
-    rows = []
-    for axis, ((env_id, runs), step) in zip(axes, itertools.product(tasks.items(), steps), strict=True):
-        cells = defaultdict(lambda: defaultdict(list))
-        for run in runs:
-            if "u_bar" in run.args:
-                cells[run.args["bootstrap_length"] or run.args["num_steps"], run.args["u_bar"]][run.args["eta"]].append(run)
-        if not cells:
-            fail(f"--maps-at needs runs with k and ū, and those of {env_id} have none.")
-        ks, caps = (sorted(set(values)) for values in zip(*cells, strict=True))
-        grid = np.full((len(caps), len(ks)), np.nan)
-        for (k, cap), by_eta in sorted(cells.items()):
-            # The paper: the best η "according to average long-term performance", here the mean over the second half of the steps.
-            long_term = {eta: np.mean([final_value(run, SCORE, run.end, 0.5) for run in by_eta[eta]]) for eta in by_eta}
-            eta = max(long_term, key=long_term.get)
-            scores = [score for run in by_eta[eta] if (score := score_from(run, step)) is not None]
-            if len(scores) < len(by_eta[eta]):
-                note(f"{short(env_id)}, k = {k}, ū = {cap}, η = {eta}: {len(by_eta[eta]) - len(scores)} run(s) end before {step:,}")
-            if scores:
-                grid[caps.index(cap), ks.index(k)] = np.mean(scores)
-            rows.append((env_id, step, k, cap, eta, len(scores), np.mean(scores) if scores else ""))
-        if np.isnan(grid).all():
-            fail(f"no run of {env_id} has a score from step {step:,} on; choose other steps for --maps-at.")
-        image = axis.imshow(grid, cmap="cividis", origin="lower", aspect="auto")
-        figure.colorbar(image, ax=axis, label="averaged score")
-        for y, x in np.argwhere(~np.isnan(grid)):
-            dark = grid[y, x] < (np.nanmin(grid) + np.nanmax(grid)) / 2
-            axis.text(x, y, f"{grid[y, x]:.3g}", ha="center", va="center", size=10, color="white" if dark else "black")
-        axis.set_xticks(range(len(ks)), [f"{k:g}" for k in ks])
-        axis.set_yticks(range(len(caps)), ["∞" if np.isinf(cap) else f"{cap:g}" for cap in caps])
-        axis.set(title=f"{short(env_id)}, {step / 1e6:g}M steps", xlabel="bootstrap length k (steps)", ylabel="cap ū (nats)")
-    header = ("task", "from step", "k", "ū", "best η", "runs", "averaged score")
-    save(figure, path, header, rows)
-    return header, rows
-
-
-def score_from(run, step):
-    """The averaged score of the first interval that starts at `step` or later, or None."""
-    steps, scores = run.curves[SCORE]
-    later = scores[steps - score_interval(run) >= step]
-    return later[0] if len(later) else None
-
-
-def short(env_id):
-    return env_id.replace("NoFrameskip-v4", "")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    print(f"wrote {path}")
 
 
 def markdown(header, rows):
     def text(cell):
-        if cell != cell:
-            return ""
-        return str(cell) if not isinstance(cell, float) else f"{cell:,.0f}" if 1000 <= abs(cell) < np.inf else f"{cell:.3g}"
+        if isinstance(cell, float):
+            return "" if cell != cell else f"{cell:.0f}" if abs(cell) >= 1000 else f"{cell:.3g}"
+        return str(cell)
 
     return table(header, [[text(cell) for cell in row] for row in rows])
 
 
+def mean_and_std(scores):
+    places = 0 if abs(scores.mean()) >= 100 else 1
+    return f"{scores.mean():.{places}f}" + (f" ± {scores.std(ddof=1):.{places}f}" if len(scores) > 1 else "")
+
+
+def last(run, column):
+    """What was logged in the last of the paper's intervals; nan if nothing was."""
+    return averaged(run, column)[1][-1]
+
+
+def make_tables(runs, tasks, methods):
+    """Scores beside published ones; single runs and intervals; probabilities of improvement."""
+    of = {(t, m): [run for run in runs if (run.task, run.method) == (t, m)] for t in tasks for m in methods}
+    scores = {key: np.array([run.score for run in group]) for key, group in of.items() if group}
+    beside = [columns for columns, known in PUBLISHED.items() if any(short(task) in known for task in tasks)]
+    rows = []
+    for task in tasks:
+        own = [mean_and_std(scores[task, method]) if (task, method) in scores else "" for method in methods]
+        others = [PUBLISHED[columns].get(short(task), [""] * len(columns)) for columns in beside]
+        rows.append([short(task), *own, *itertools.chain(*others)])
+    text = markdown(["task", *methods, *itertools.chain(*beside)], rows)
+
+    rows = []
+    for (task, method), values in scores.items():
+        group = sorted(of[task, method], key=lambda run: run.seed)
+        mean, low, high = mean_interval([values])
+        std = values.std(ddof=1) if len(values) > 1 else np.nan
+        single = ", ".join(f"{run.score:.4g}" for run in group)
+        critic = (np.mean([last(run, name) for run in group]) for name in ("explained_variance", "coverage_80"))
+        rows.append([short(task), method, len(group), mean, std, low, high, single, *critic])
+    # All tasks together, in units of PPO's mean score, which the intervals take as given.
+    paid = [task for task in tasks if (task, "PPO") in scores and scores[task, "PPO"].mean() > 0]
+    for method in methods:
+        if len(paid) > 1 and all((task, method) in scores for task in paid):
+            relative = [scores[task, method] / scores[task, "PPO"].mean() for task in paid]
+            mean, low, high = mean_interval(relative)
+            name = f"{len(paid)} tasks (PPO: 1)"
+            rows.append([name, method, sum(map(len, relative)), mean, np.nan, low, high, "", np.nan, np.nan])
+    header = ["task", "method", "runs", "mean", "std", "95 % from", "to", "single runs"]
+    text += "\n" + markdown([*header, "explained variance", "coverage of 80 %"], rows)
+
+    rows = []
+    for x, y in itertools.combinations(methods, 2):
+        pairs = [(scores[t, x], scores[t, y]) for t in tasks if (t, x) in scores and (t, y) in scores]
+        if pairs:
+            rows.append([f"{x} > {y}", len(pairs), *map(float, improvement_interval(pairs))])
+    if rows:
+        text += "\n" + markdown(["a run beats one of the other", "tasks", "probability", "95 % from", "to"], rows)
+    return text
+
+
 def made_with(runs):
-    """How many runs, of what seeds, commits and versions, and how long they took as far as they have logged their speed."""
-    seeds = sorted({run.args["seed"] for run in runs})
-    commits = dict.fromkeys(str(run.record.get("git"))[:7] for run in runs)
-    versions = dict.fromkeys(" ".join(item) for run in runs for item in run.record.get("versions", {}).items())
-    hours = [run.end / run.curves[SPEED][1, -1] / 3600 for run in runs if SPEED in run.curves]
-    parts = [f"{len(runs)} runs, seeds {', '.join(map(str, seeds))}", f"commits {', '.join(commits)}", ", ".join(versions)]
-    parts.append(f"{np.mean(hours):.2g} hours a run, mean of {len(hours)}" if hours else "")
+    """How many runs, of what seeds, commits and versions, and how long they took."""
+    records = [run.record for run in runs]
+    commits = dict.fromkeys(str(record["git"])[:7] for record in records)
+    versions = dict.fromkeys(" ".join(item) for record in records for item in record["versions"].items())
+    hours = [record["seconds"] / 3600 for record in records if record["seconds"]]
+    steps = sorted({run.end for run in runs})
+    parts = [f"{len(runs)} runs of {' to '.join(f'{step:,}' for step in dict.fromkeys((steps[0], steps[-1])))} steps"]
+    parts += [f"seeds {', '.join(map(str, sorted({run.seed for run in runs})))}", f"commits {', '.join(commits)}"]
+    parts += [", ".join(versions), f"{np.mean(hours):.2g} hours a run, {sum(hours):.2g} together" if hours else ""]
     return "; ".join(filter(None, parts)) + "."
 
 
 def main(args):
-    if not 0 < args.final <= 1:
-        fail(f"--final must lie in (0, 1], not {args.final}.")
     if not args.folders:
-        fail("give the folder of the runs.")
-    if not args.output.name:
-        fail(f"--output {args.output} is a folder; add the beginning of the files' names, such as {args.output / 'figure'}.")
+        fail("give folders of results or runs.")
     for folder in args.folders:
         if not folder.is_dir():
             fail(f"there is no folder {folder}.")
     runs = read_runs(args.folders)
-    for tag in args.tags:
-        known = sorted({known for run in runs for known in run.curves})
-        if tag not in known:
-            fail(f"no run has logged {tag}; did you mean {difflib.get_close_matches(tag, known, n=1, cutoff=0)[0]}?")
-    if args.keep is not None:
-        for run in runs:
-            keep(run, (*FINAL.values(), SPEED, *args.tags), args.keep)
-    methods = name_methods(runs)
-    if len(methods) > MOST_METHODS and not args.maps_at:
-        hint = "give folders with fewer of them, or --maps-at STEPS for maps over k and ū"
-        fail(f"{len(methods)} methods are more than a picture can show; {hint}.")
-    tasks = {
-        env_id: [run for run in runs if run.args["env_id"] == env_id] for env_id in sorted({run.args["env_id"] for run in runs})
-    }
-    ends = {env_id: common_end(tasks[env_id]) for env_id in tasks}
-    make_folder(args.output.parent)
-    plt.rcParams.update({"font.size": 13, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "fixed"})
-    plt.rcParams.update({"axes.titlesize": "medium", "figure.labelsize": "medium"})  # long names of tasks fit
-
-    def path(what):
-        return args.output.with_name(f"{args.output.name}_{what}")
-
-    if args.maps_at:
-        tables = [draw_maps(tasks, args.maps_at, path("ablation"))]
-    else:
-        for tag in args.tags:
-            draw_curves(tasks, ends, methods, tag, path(tag.split("/")[-1]))
-        scores = {env_id: final_scores(tasks[env_id], ends[env_id], args.final, methods) for env_id in tasks}
-        tables = [draw_scores(scores, ends, methods, path("scores"))]
-        if any(len(by_method) > 1 for by_method in scores.values()):
-            tables.append(draw_improvement(scores, methods, path("improvement")))
-        tables.append(single_runs(tasks, ends, args.final, methods))
-    text = "\n".join(markdown(header, rows) for header, rows in tables) + f"\n{made_with(runs)}\n"
-    path("table.md").write_text(text)
-    print(f"wrote {path('table.md')}:\n\n{text}")
+    known = sorted({column for run in runs for column in run.table} - {"step", "episodes"})
+    for column in args.curves:
+        if column not in known:
+            fail(f"no run has {column}; there are: {', '.join(known)}.")
+    methods, tasks = name_methods(runs), sorted({run.task for run in runs})
+    output = args.output or args.folders[0]
+    make_folder(output)
+    plt.rcParams.update({"font.size": 13, "axes.spines.top": False, "axes.spines.right": False})
+    for column in args.curves:
+        if len(methods) > MOST_METHODS:
+            note(f"no curves: {len(methods)} methods are more than a picture can show; give folders with fewer of them")
+            break
+        draw_curves(runs, tasks, methods, column, output / f"{column}.png")
+    text = f"{make_tables(runs, tasks, methods)}\n{made_with(runs)}\n"
+    (output / "tables.md").write_text(text)
+    print(f"wrote {output / 'tables.md'}:\n\n{text}")
 
 
 if __name__ == "__main__":

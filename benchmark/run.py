@@ -1,11 +1,14 @@
-"""Runs an experiment: all of its methods, tasks, seeds and arguments. Skips what is finished and resumes what was interrupted.
+"""Runs an experiment: methods, tasks, seeds and arguments. Skips what is finished, resumes what was interrupted.
 
     python benchmark/run.py --preset mujoco-figure --dry-run
     python benchmark/run.py --preset mujoco-figure --workers 2
-    python benchmark/run.py --scripts bdpg_mujoco.py --envs Hopper-v5 Swimmer-v5 --seeds 1 2 3 --set eta=0,0.1 u-bar=10,inf
+    python benchmark/run.py --scripts bdpg_mujoco.py --envs Hopper-v5 --seeds 1 2 3 --set eta=0,0.1 u-bar=10,inf
     python benchmark/run.py --preset atari-figure --executor slurm --partition gpu --gpus 1 --workers 40
 
-Presets, folders, clusters, and how to plot what comes out: docs/benchmark.md.
+Each run has a folder in runs/NAME with its log; NAME is the preset, or "grid". What is finished is added to
+results/NAME: a CSV file per run, small enough for a repository, and runs.json with arguments, commit, versions, time
+and score. A folder is for one experiment: with other arguments it needs another --run-dir.
+Ctrl-C, SIGTERM and SIGHUP stop all runs, which save; the same command goes on. benchmark/plot.py draws the results.
 """
 
 import contextlib
@@ -30,18 +33,16 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Optional
 
 import tyro
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are imported to check their arguments
-from benchmark.common import FREE, fail, make_folder, start
+from benchmark.common import FREE, fail, keep_result, make_folder, read_records, read_run, start
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = [str(path.relative_to(ROOT)) for folder in (ROOT, ROOT / "benchmark") for path in folder.glob("*_*.py")]
-SCRIPTS = sorted(script for script in SCRIPTS if script.endswith(("_atari.py", "_mujoco.py")))
+SCRIPTS = sorted(path.name for path in ROOT.glob("*_*.py") if path.stem.endswith(("_atari", "_mujoco")))
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
-# Agent steps per second on one core of a two-core CPU, and the most threads that a script makes use of: for a first guess.
-SPEED = {"atari": (130, 4), "mujoco": (1200, 1)}
+# Agent steps per second on one core of a two-core CPU, and the most threads that a script makes use of: a first guess.
+SPEED = {"atari": (130, 4), "mujoco": (1800, 1)}
 
 
 class Experiment(NamedTuple):
@@ -52,27 +53,41 @@ class Experiment(NamedTuple):
     settings: dict = {}  # further arguments, {name: values}, of which all combinations are run
 
 
-BDPG, BDPG_NAIVE = ("bdpg_atari.py", {"eta": "0.1"}), ("bdpg_atari.py", {"eta": "0"})
-GAMES = ("Freeway", "Hero", "Seaquest", "Venture", "Breakout", "Qbert", "Asterix", "BeamRider")  # the first four: hard to explore
+GAMES = ("Freeway", "Hero", "Seaquest", "Venture", "Breakout", "Qbert", "Asterix", "BeamRider")
 TASKS = ("Hopper", "HalfCheetah", "Walker2d", "InvertedDoublePendulum", "Swimmer", "Ant")
 PRESETS = {
     "atari-figure": Experiment(
-        {"bdpg": BDPG, "bdpg-naive": BDPG_NAIVE, "ppo-wgan": ("ppo_wgan_atari.py", {}), "ppo-qr": ("ppo_qr_atari.py", {})},
-        envs=tuple(f"{game}NoFrameskip-v4" for game in GAMES),
+        {
+            "bdpg": ("bdpg_atari.py", {"eta": "0.1"}),
+            "bdpg-naive": ("bdpg_atari.py", {"eta": "0"}),
+            "ppo-wgan": ("ppo_wgan_atari.py", {}),
+            "ppo-qr": ("ppo_qr_atari.py", {}),
+            "ppo": ("ppo_atari.py", {}),
+        },
+        envs=tuple(f"{game}NoFrameskip-v4" for game in GAMES),  # the first four are hard to explore
         total_timesteps=10_000_000,
     ),
     "mujoco-figure": Experiment(
-        {"bdpg-naive": ("bdpg_mujoco.py", {"eta": "0"}), "ppo-wgan": ("ppo_wgan_mujoco.py", {})},
+        {
+            "bdpg-naive": ("bdpg_mujoco.py", {"eta": "0"}),
+            "ppo-wgan": ("ppo_wgan_mujoco.py", {}),
+            "ppo-qr": ("ppo_qr_mujoco.py", {}),
+            "ppo": ("ppo_mujoco.py", {}),
+        },
         envs=tuple(f"{task}-v5" for task in TASKS),
         total_timesteps=1_000_000,
     ),
-    # The paper gives scores of the batch started at 10M and at 150M steps. Of the values on its axes its text has k = 1, ū = inf.
+    # The paper reports scores at 10M and at 150M steps. Of the values on its axes its text names k = 1 and ū = inf.
     "ablation": Experiment(
         {"bdpg": ("bdpg_atari.py", {})},
         envs=("BreakoutNoFrameskip-v4", "QbertNoFrameskip-v4"),
         total_timesteps=151_000_000,
         seeds=(1,),
-        settings={"bootstrap-length": "1 8 32 128 256".split(), "u-bar": "1 10 100 inf".split(), "eta": "0.01 0.1 1".split()},
+        settings={
+            "bootstrap-length": ["1", "8", "32", "128", "256"],
+            "u-bar": ["1", "10", "100", "inf"],
+            "eta": ["0.01", "0.1", "1"],
+        },
     ),
 }
 
@@ -90,9 +105,9 @@ class Args:
     total_timesteps: Optional[int] = None
     """agent steps of each run"""
     set: tuple[str, ...] = ()
-    """further arguments of the scripts; of several values all combinations are run: num-envs=8 eta=0,0.1 u-bar=10,inf"""
+    """further arguments of the scripts; of several values all combinations are run: num-envs=8 eta=0,0.1 cuda=False"""
     run_dir: Optional[Path] = None
-    """where the runs' folders are made (default: runs/PRESET, or runs/grid)"""
+    """where the runs' folders are made (default: runs/PRESET, or runs/grid); results/ has one of the same name"""
     dry_run: bool = False
     """only show what would be run, with commands, and about how long it would take"""
     executor: Literal["local", "slurm"] = "local"
@@ -107,6 +122,14 @@ class Args:
     """Slurm: cores per job"""
     gpus: int = 0
     """Slurm: GPUs per job"""
+
+
+def say(text, end="\n"):
+    """Prints, and goes on if nobody listens any more: runs are stopped in order after a terminal was closed, too."""
+    try:
+        print(text, end=end, flush=True)
+    except OSError:
+        sys.stdout = open(os.devnull, "w")
 
 
 def check_name(name, known, kind):
@@ -128,9 +151,14 @@ class Run:
     folder: Path  # holds log.txt, and the folder that the script makes
     arguments: tuple
     steps: int  # when it is finished
+    results: Path = Path("results")
 
     def __str__(self):
         return f"{self.method} {self.env_id} seed {self.seed}"
+
+    def name(self):
+        """Of its results."""
+        return f"{self.folder.parent.name}/{self.method}_seed{self.seed}"
 
     def checkpoint(self):
         return max(self.folder.glob("*/checkpoint-[0-9]*.pt"), key=lambda path: path.name, default=None)
@@ -144,14 +172,21 @@ class Run:
         return "finished" if saved >= self.steps else "to resume" if saved else "new"
 
     def command(self):
-        checkpoint = self.checkpoint()
-        resume = ["--resume", str(checkpoint.parent)] if checkpoint else []
-        return [sys.executable, str(ROOT / self.script), *self.arguments, *resume]
+        checkpoint, arguments = self.checkpoint(), list(self.arguments)
+        if checkpoint:  # which holds all arguments but these
+            at = arguments.index("--total-timesteps")
+            device = [argument for argument in arguments if argument in ("--cuda", "--no-cuda")]
+            arguments = ["--resume", str(checkpoint.parent), *arguments[at : at + 2], *device]
+        return [sys.executable, str(ROOT / self.script), *arguments]
 
     def log_tail(self):
         with open(self.folder / "log.txt", "rb") as log:
             log.seek(-min(2000, log.seek(0, os.SEEK_END)), os.SEEK_END)
             return log.read().decode(errors="replace").strip()
+
+    def keep(self):
+        """Adds what has come of it to the results."""
+        keep_result(read_run(self.checkpoint().parent), self.results, self.name())
 
 
 def choose_experiment(args):
@@ -173,22 +208,23 @@ def choose_experiment(args):
         name = name.replace("_", "-")
         if name in settings:
             fail(f"--set {name} is there twice; give all its values at once: {name}=VALUE,VALUE.")
-        settings[name] = list(dict.fromkeys(values.split(",")))
+        settings[name] = values.split(",")
     for name in {"env-id", "seed", "total-timesteps", "run-dir", "resume"} & {*settings}:
         fail(f"--set {name} is not possible: --envs, --seeds, --total-timesteps and --run-dir do it for all runs.")
     for name in {name for _, own in experiment.methods.values() for name in own} & {*settings}:
         fail(f"--set {name} is not possible: it is what tells the methods of {args.preset} apart.")
     return experiment._replace(
-        envs=args.envs or experiment.envs,
-        seeds=args.seeds or experiment.seeds,
+        envs=tuple(dict.fromkeys(args.envs or experiment.envs)),
+        seeds=tuple(dict.fromkeys(args.seeds or experiment.seeds)),
         total_timesteps=experiment.total_timesteps if args.total_timesteps is None else args.total_timesteps,
         settings=experiment.settings | settings,
     )
 
 
 @functools.cache
-def parse_setting(script, module, name, value):
+def parse_setting(script, name, value):
     """An argument as the script's command line takes it, and its value; refuses what the script would not take."""
+    module = importlib.import_module(Path(script).stem)
     fields = {field.name.replace("_", "-"): field for field in dataclasses.fields(module.Args)}
     check_name(name, list(fields), f"argument of {script}")
     is_flag = fields[name].type is bool and value.lower() in ("true", "false")
@@ -200,51 +236,61 @@ def parse_setting(script, module, name, value):
         fail(f"{script} does not take {name}={value}.")
 
 
-def check_folder(folder, wanted):
-    """A folder is for one run; refuses if it holds one that was made with other arguments."""
-    for path in folder.glob("*/run.json"):
-        try:
-            made = json.loads(path.read_text())["args"]
-            changed = [f"{name} was {made.get(name)}" for name in wanted if name not in FREE and made.get(name) != wanted[name]]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            fail(f"{path} is damaged; move its folder away or choose another --run-dir.")
-        if changed:
-            fail(f"{path.parent} is a run with other arguments ({', '.join(changed)}); choose another --run-dir.")
+def check_unmixed(name, made, wanted):
+    """A place is for one run; refuses if it holds one that was made with other arguments."""
+    changed = [f"{key} was {made.get(key)}" for key in wanted if key not in FREE and made.get(key) != wanted[key]]
+    if changed:
+        fail(f"{name} is a run with other arguments ({', '.join(changed)}); choose another --run-dir.")
 
 
 def plan(args):
     """Every run of the experiment, checked as far as it can be before it starts."""
-    experiment = choose_experiment(args)
-    own_settings = PRESETS[args.preset].settings if args.preset else {}  # in folders' names even if there is one value for now
+    experiment, runs, playable = choose_experiment(args), [], set()
+    # Settings of a preset are in folders' names even if there is one value for now.
+    in_names = set(PRESETS[args.preset].settings) if args.preset else set()
     run_dir = (args.run_dir or Path("runs") / (args.preset or "grid")).resolve()
-    runs = []
+    results = Path("results", run_dir.name).resolve()
+    records = read_records(results)
     for method, (script, own) in experiment.methods.items():
-        module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
-        for values in itertools.product(*experiment.settings.values()):
-            settings = own | dict(zip(experiment.settings, values, strict=True))
-            varied = [name for name, choice in experiment.settings.items() if len(choice) > 1 or name in own_settings]
-            variant = "_".join([method, *(f"{name}={settings[name]}" for name in varied)])
-            parsed, command_line = module.Args(), []
+        module = importlib.import_module(Path(script).stem)
+        choices = []
+        for name, texts in ({name: [text] for name, text in own.items()} | experiment.settings).items():
+            values = {}  # the same value can be written in several ways
+            for text in texts:
+                option, value = parse_setting(script, name, text)
+                values.setdefault(value, (name, text, option, value))
+            in_names |= {name} if len(values) > 1 else set()
+            choices.append(values.values())
+        for combination in itertools.product(*choices):
+            variant = "_".join([method, *(f"{name}={text}" for name, text, *_ in combination if name in in_names)])
+            parsed = module.Args(**{name.replace("-", "_"): value for name, _, _, value in combination})
             if experiment.total_timesteps is not None:
                 parsed.total_timesteps = experiment.total_timesteps
-            for name, text in settings.items():
-                option, value = parse_setting(script, module, name, text)
-                setattr(parsed, name.replace("-", "_"), value)
-                command_line += option
             parsed.num_steps = max(parsed.num_steps, parsed.bootstrap_length or 0)  # as the script does
             batch = parsed.num_envs * parsed.num_steps
-            for env_id, seed in itertools.product(dict.fromkeys(experiment.envs), dict.fromkeys(experiment.seeds)):
-                folder = run_dir / variant / env_id.replace("/", "-") / f"seed-{seed}"
+            for env_id, seed in itertools.product(experiment.envs, experiment.seeds):
                 wanted = dataclasses.replace(parsed, env_id=env_id, seed=seed)
                 module.check_args(wanted)
-                check_folder(folder, module.plain_args(wanted))
+                folder = run_dir / variant / re.sub("[/:]", "-", env_id) / f"seed-{seed}"
                 arguments = ["--env-id", env_id, "--seed", str(seed), "--run-dir", str(folder)]
-                arguments += ["--total-timesteps", str(parsed.total_timesteps), *command_line]
+                arguments += ["--total-timesteps", str(parsed.total_timesteps)]
+                arguments += [text for _, _, option, _ in combination for text in option]
                 steps = parsed.total_timesteps // batch * batch
-                runs.append(Run(variant, script, env_id, seed, folder, tuple(arguments), steps))
-        for env_id in experiment.envs:  # the script itself knows best what it can play
-            module.make_envs(dataclasses.replace(parsed, env_id=env_id, num_envs=1), None).close()
-    # Seed by seed, and the methods of a task one after another: an experiment that is stopped early has something of everything.
+                runs.append(Run(variant, script, env_id, seed, folder, tuple(arguments), steps, results))
+                for path in folder.glob("*/run.json"):
+                    try:
+                        made = dict(json.loads(path.read_text())["args"])
+                    except (OSError, ValueError, KeyError, TypeError):
+                        fail(f"{path} is damaged; move its folder away or choose another --run-dir.")
+                    check_unmixed(path.parent, made, vars(wanted))
+                if kept := records.get(runs[-1].name()):
+                    check_unmixed(results / runs[-1].name(), kept["args"], vars(wanted))
+                    if kept["steps"] > steps:
+                        fail(f"{results / runs[-1].name()} is a longer run; choose another --run-dir.")
+                if (key := (env_id, script.rpartition("_")[2])) not in playable:  # the script itself knows best
+                    module.Environments(dataclasses.replace(wanted, num_envs=1), seed).envs.close()
+                    playable.add(key)
+    # Seed by seed, and the methods of a task one after another: what is stopped early has something of everything.
     return sorted(runs, key=lambda run: (experiment.seeds.index(run.seed), experiment.envs.index(run.env_id)))
 
 
@@ -256,21 +302,22 @@ def show_plan(runs, workers, threads, with_commands):
     todo = [run for run in runs if run.state() != "finished"]
     seconds = 0
     for run in todo:
-        speed, useful_threads = SPEED[Path(run.script).stem.rsplit("_", 1)[1]]
+        speed, useful_threads = SPEED[Path(run.script).stem.rpartition("_")[2]]
         seconds += (run.steps - run.steps_saved()) / (speed * min(threads, useful_threads))
         if with_commands:
             print(shlex.join(run.command()))
     at_once = min(workers, len(todo))
     minutes = seconds / max(at_once, 1) / 60
     duration = f"{minutes / 60:,.1f} h" if minutes >= 60 else f"{minutes:.0f} min"
-    print(f"{len(todo)} of {len(runs)} runs to do, {at_once} at once, threads for each: {threads}; about {duration} on a CPU")
+    print(f"{len(todo)} of {len(runs)} runs to do, {at_once} at once, threads for each: {threads}; ", end="")
+    print(f"about {duration} on a CPU")
 
 
 # --- running ---
 
 
 class TrainingJob:
-    """A run as a process. For local runs it is started from here; on a cluster submitit calls it on the job's machine."""
+    """A run as a process. Local ones are started from here; on a cluster submitit calls this on the job's machine."""
 
     def __init__(self, run, threads):
         self.run, self.threads, self.process, self.not_started = run, threads, None, None
@@ -288,12 +335,14 @@ class TrainingJob:
         self.run.folder.mkdir(parents=True, exist_ok=True)
         with open(self.run.folder / "log.txt", "a") as log:
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # inherited by the script: held for as long as it lives
-            if self.run.state() == "finished":  # by another call meanwhile, or in the last moment of a job of the cluster
+            if (
+                self.run.state() == "finished"
+            ):  # by another call meanwhile, or in the last moment of a job of the cluster
                 return
             command = self.run.command()
             print("$", shlex.join(command), file=log, flush=True)
-            # A session of its own: Ctrl-C in the terminal then reaches the script once, from `stop`. SIGUSR2, by which Slurm
-            # warns all processes of a job, stays blocked in the script, which it would kill: `checkpoint` sees to it.
+            # A session of its own: signals of the terminal then reach the script once, from `stop`. SIGUSR2, by which
+            # Slurm warns all processes of a job, stays blocked in the script, which it would kill: see `checkpoint`.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
             environment = os.environ | {"OMP_NUM_THREADS": str(self.threads)}
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
@@ -304,7 +353,11 @@ class TrainingJob:
 
     def stop(self):
         if not self.done():
-            self.process.send_signal(signal.SIGINT)
+            self.process.send_signal(signal.SIGTERM)
+
+    def wait(self):
+        while not self.done():
+            time.sleep(0.2)
 
     def result(self):
         """None, or why the run is not finished."""
@@ -315,17 +368,15 @@ class TrainingJob:
 
     def __call__(self):
         self.start()
-        while not self.done():
-            time.sleep(0.2)
+        self.wait()
         return self.result()
 
     def checkpoint(self):
-        """Called by submitit when the job's time is up or its machine is wanted: saves, and returns the job that goes on."""
+        """Called by submitit when time is up or the machine is wanted: saves, and returns the job that goes on."""
         from submitit.helpers import DelayedSubmission
 
         self.stop()
-        while not self.done():
-            time.sleep(0.2)
+        self.wait()
         return DelayedSubmission(TrainingJob(self.run, self.threads))
 
 
@@ -339,10 +390,10 @@ def submit(runs, args):
     last_array = folder / "last_array.txt"
     try:
         executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_max_num_timeout=1000)
-        if last_array.exists():
-            array_id = last_array.read_text().strip()
-            if subprocess.run(["squeue", "--noheader", "--jobs", array_id], capture_output=True, text=True).stdout.strip():
-                fail(f"jobs of this folder are in the queue already; wait for them, or stop them first: scancel {array_id}")
+        array_id = last_array.read_text().strip() if last_array.exists() else None
+        squeue = ["squeue", "--noheader", "--jobs", str(array_id)]
+        if array_id and subprocess.run(squeue, capture_output=True, text=True).stdout.strip():
+            fail(f"jobs of this folder are in the queue; wait for them, or stop them first: scancel {array_id}")
         executor.update_parameters(
             name=args.preset or "grid",
             timeout_min=60 * args.hours,
@@ -360,47 +411,59 @@ def submit(runs, args):
 
 
 def follow(runs, waiting, active, workers, threads, stops):
-    """Starts what waits and shows how far everything is, until nothing runs any more. Returns the failures {run: reason}."""
+    """Starts what waits, says how far everything is and keeps the results, until nothing runs any more.
+
+    Returns the failures {run: reason}. Whatever ends it, no process that was started from here goes on without it."""
     steps = {run: min(run.steps_saved(), run.steps) for run in runs}
-    total, steps_before, start_time, last_line_time = sum(run.steps for run in runs), sum(steps.values()), time.time(), time.time()
-    in_terminal, failures, stops_passed_on = sys.stderr.isatty(), {}, 0
-    bar = tqdm(total=total, initial=steps_before, unit=" steps", unit_scale=True, disable=not in_terminal)
-    while active or (waiting and not stops):
-        while waiting and len(active) < workers and not stops:
-            run = waiting.popleft()
-            active[run] = TrainingJob(run, threads).start()
-        if len(stops) > stops_passed_on:
-            if any(not isinstance(job, TrainingJob) for job in active.values()):  # jobs of a cluster go on without us
-                break
-            stops_passed_on = len(stops)
-            tqdm.write("stopping after the current iteration of each run; once more to stop at once")
-            for job in active.values():
-                job.stop()
-        for run, job in list(active.items()):
-            with contextlib.suppress(OSError, IndexError):  # no log, or no step in it yet
-                logged = re.findall(r"^step ([\d,]+)", run.log_tail(), re.M)[-1]
-                steps[run] = max(steps[run], int(logged.replace(",", "")))
-            if job.done():
-                del active[run]
-                try:
-                    reason = job.result()
-                except Exception as error:  # submitit raises what went wrong on the other machine
-                    reason = str(error).strip().splitlines()[-1]
-                if reason is None:
-                    steps[run] = run.steps
-                elif not stops:
-                    failures[run] = reason
-                tqdm.write(f"{'finished' if reason is None else 'stopped' if stops else 'FAILED'}: {run}")
-        done, finished = sum(steps.values()), sum(steps[run] == run.steps for run in runs)
-        summary = f"{finished}/{len(runs)} runs finished, {len(active)} running, {len(failures)} failed"
-        bar.n = done
-        bar.set_postfix_str(summary)
-        if not in_terminal and time.time() - last_line_time > 60 and done > steps_before:
-            last_line_time = time.time()
-            hours_left = (total - done) / (done - steps_before) * (last_line_time - start_time) / 3600
-            print(f"{done / total:.1%}: {summary}, {hours_left:.1f} h left", flush=True)
-        time.sleep(0.2 if workers <= CORES else 2)  # hundreds of jobs of a cluster have hundreds of logs to look at
-    bar.close()
+    total, steps_before, start_time = sum(run.steps for run in runs), sum(steps.values()), time.time()
+    failures, stops_passed_on, in_terminal, last_line_time = {}, 0, sys.stdout.isatty(), time.time()
+    clear = "\r\033[K" if in_terminal else ""
+    try:
+        while active or (waiting and not stops):
+            while waiting and len(active) < workers and not stops:
+                run = waiting.popleft()
+                active[run] = TrainingJob(run, threads).start()
+            if len(stops) > stops_passed_on:
+                if any(
+                    not isinstance(job, TrainingJob) for job in active.values()
+                ):  # a cluster's jobs go on without us
+                    break
+                stops_passed_on = len(stops)
+                say(f"{clear}stopping after the current iteration of each run; once more to stop at once")
+                for job in active.values():
+                    job.stop()
+            for run, job in list(active.items()):
+                with contextlib.suppress(OSError, IndexError):  # no log, or no step in it yet
+                    logged = re.findall(r"^step ([\d,]+)", run.log_tail(), re.M)[-1]
+                    steps[run] = max(steps[run], int(logged.replace(",", "")))
+                if job.done():
+                    try:
+                        reason = job.result()
+                        if reason is None:
+                            steps[run] = run.steps
+                            run.keep()
+                    except (
+                        Exception
+                    ) as error:  # submitit raises what went wrong on the other machine; a disk can be full
+                        reason = (str(error).strip() or repr(error)).splitlines()[-1]
+                    del active[run]
+                    if reason is not None and not stops:
+                        failures[run] = reason
+                    say(f"{clear}{'finished' if reason is None else 'stopped' if stops else 'FAILED'}: {run}")
+            done, seconds = sum(steps.values()), time.time() - last_line_time
+            if done > steps_before and (seconds > 60 or (in_terminal and seconds > 1)):
+                last_line_time = time.time()
+                hours = (total - done) / (done - steps_before) * (last_line_time - start_time) / 3600
+                finished = sum(steps[run] == run.steps for run in runs)
+                line = f"{done / total:.1%}: {finished} of {len(runs)} runs finished, {len(active)} running, "
+                say(f"{clear}{line}{len(failures)} failed, {hours:.1f} h left", end="" if in_terminal else "\n")
+            time.sleep(0.2 if workers <= CORES else 2)  # hundreds of jobs of a cluster have hundreds of logs to look at
+    finally:
+        mine = [job for job in active.values() if isinstance(job, TrainingJob)]
+        for job in mine:
+            job.stop()
+        for job in mine:
+            job.wait()
     return failures
 
 
@@ -414,14 +477,21 @@ def main(args):
     workers = args.workers or (len(runs) if on_cluster else CORES)
     threads = args.cpus if on_cluster else max(1, CORES // workers)
     show_plan(runs, workers, threads, with_commands=args.dry_run)
-    waiting, active, stops = deque(run for run in runs if run.state() != "finished"), {}, []
-    if args.dry_run or not waiting:
+    if args.dry_run:
         return 0
     make_folder(runs[0].folder.parents[2])
+    make_folder(runs[0].results)
+    kept = read_records(runs[0].results)
+    for run in runs:  # jobs of a cluster may have ended while nobody looked on
+        if run.state() == "finished" and kept.get(run.name(), {}).get("steps") != run.steps_saved():
+            run.keep()
+    waiting, active, stops = deque(run for run in runs if run.state() != "finished"), {}, []
+    if not waiting:
+        return 0
     if on_cluster:
         active = dict(zip(waiting, submit(waiting, args), strict=True))
         waiting.clear()
-    signals = (signal.SIGINT, signal.SIGTERM)
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = [signal.signal(number, lambda number, frame: stops.append(number)) for number in signals]
     failures = follow(runs, waiting, active, workers, threads, stops)
     for number, handler in zip(signals, handlers, strict=True):
@@ -430,13 +500,14 @@ def main(args):
     for run, reason in failures.items():
         print(f"failed: {run}: {reason}; log: {run.folder / 'log.txt'}", file=sys.stderr)
     finished = sum(run.state() == "finished" for run in runs)
-    print(f"{finished} of {len(runs)} runs are finished; they are in {runs[0].folder.parents[2]}")
+    folders = f"{runs[0].folder.parents[2]}, results in {runs[0].results}"
+    say(f"{finished} of {len(runs)} runs are finished; they are in {folders}")
     if active:
         job_ids = {job.job_id.split("_")[0] for job in active.values()}
-        print(f"the jobs go on without this program; to stop them: scancel {' '.join(job_ids)}")
+        say(f"the jobs go on without this program; to stop them: scancel {' '.join(job_ids)}")
     elif stops or failures:
-        print(f"to go on: {shlex.join(['python', *sys.argv])}")
-    return 130 if stops else 1 if failures else 0
+        say(f"to go on: {shlex.join(['python', *sys.argv])}")
+    return 128 + stops[0] if stops else 1 if failures else 0
 
 
 if __name__ == "__main__":

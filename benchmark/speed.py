@@ -1,19 +1,21 @@
-"""How fast the scripts are, where the time goes and how it grows, beside a scalar critic in the same loop and SB3's PPO.
+"""How fast the scripts are beside each other, beside Stable-Baselines3's PPO, or beside another version of themselves.
 
-All take turns, several times, each run in a process of its own; the first iteration of a run does not count. On an idle machine:
+All take turns for several rounds, each run in a process of its own. The first iteration of a run does not count. Ratios
+are those within a round, since a machine's speed wanders. On an idle machine:
 
-    pip install stable-baselines3==2.9.2 opencv-python-headless    # for the comparison alone; without it SB3 is left out
-    python benchmark/speed.py --task mujoco --write
-    python benchmark/speed.py --task atari --write
+    pip install stable-baselines3==2.9.2 opencv-python-headless    # for SB3, which is left out without it
+    python benchmark/speed.py --env-id Hopper-v5
+    python benchmark/speed.py --env-id BreakoutNoFrameskip-v4 --output results/speed_atari
+    git worktree add /tmp/old COMMIT && python benchmark/speed.py --only BDPG "BDPG, old" --against /tmp/old
 """
 
 import contextlib
+import importlib
 import importlib.util
 import io
 import json
 import multiprocessing
 import os
-import platform
 import resource
 import shlex
 import statistics
@@ -24,120 +26,113 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Optional
 from unittest import mock
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import torch
-import tyro
-from gymnasium.vector.utils import batch_space
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmark.common import fail, fill, table
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # behind the folder of another version, see load()
+from benchmark.common import fail, make_folder, start, table
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = {
-    "mujoco": {"BDPG": "bdpg_mujoco", "PPO+WGAN": "ppo_wgan_mujoco", "scalar critic": "benchmark/ppo_scalar_mujoco"},
-    "atari": {
-        "BDPG": "bdpg_atari",
-        "PPO+WGAN": "ppo_wgan_atari",
-        "PPO+QR": "ppo_qr_atari",
-        "scalar critic": "benchmark/ppo_scalar_atari",
-    },
-}
-ENV_IDS = {"mujoco": "Hopper-v5", "atari": "BreakoutNoFrameskip-v4"}
-SWEEPS = {"num_envs": (4, 8, 16, 32, 64), "minibatch_size": (64, 128, 256, 512, 1024), "latent_dim": (1, 2, 8, 32)}
-PHASES = {"environments": "#0072B2", "rest of the rollout": "#56B4E9", "returns and targets": "#E69F00", "update": "#D55E00"}
-SB3_ROLLOUT = "#999999"  # with its environments: SB3 does not tell them apart
+METHODS = {"BDPG": "bdpg", "PPO+WGAN": "ppo_wgan", "PPO+QR": "ppo_qr", "PPO": "ppo"}
+ROLLOUT = ("environments", "rest of the rollout")
 
 
 @dataclass
 class Args:
-    task: Literal[tuple(SCRIPTS)] = "mujoco"
-    """which scripts: Hopper-v5 or BreakoutNoFrameskip-v4"""
-    repeats: int = 5
+    env_id: str = "Hopper-v5"
+    """the task, which decides between the Atari and the MuJoCo scripts"""
+    rounds: int = 5
     """runs of each"""
     iterations: int = 3
-    """training batches of a run that count"""
+    """iterations of a run that count"""
     only: tuple[str, ...] = ()
-    """measure these rows of the table alone, e.g. --only BDPG "scalar critic" (default: all)"""
-    sweeps: bool = True
-    """also measure how BDPG's cost grows with environments, minibatch and latent dimension"""
-    write: bool = False
-    """write the data to benchmark/results/ and tables and picture into docs/speed.md; without it they are only printed"""
+    """measure these rows of the table alone, e.g. --only BDPG PPO SB3 (default: all)"""
+    set: tuple[str, ...] = ()
+    """arguments for all scripts that have them: minibatch-size=64 update-epochs=4 (SB3 follows)"""
+    against: Optional[Path] = None
+    """also measure the scripts of this checkout"""
+    output: Optional[Path] = None
+    """also write the measurements to OUTPUT.json and the table to OUTPUT.md"""
 
 
 # --- one run, in a process of its own ---
 
 
-def load(name):
-    return importlib.import_module(name.replace("/", "."))
+def find_script(folder, method, env_id):
+    """The script's name in a checkout, as a module, or None. In older ones plain PPO is the benchmark's."""
+    kind = "atari" if "NoFrameskip" in env_id or env_id.startswith("ALE/") else "mujoco"
+    names = [f"{method}_{kind}", f"benchmark.{method}_scalar_{kind}"]
+    return next((name for name in names if (folder / f"{name.replace('.', '/')}.py").is_file()), None)
 
 
-class CountOperations(TorchDispatchMode):
-    """Floating-point operations of matrix products and convolutions, forwards and backwards, while it is entered."""
-
-    total = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        count = flop_registry.get(function._overloadpacket)
-        self.total += count(*args, **(kwargs or {}), out_val=result) if count else 0
-        return result
+def load(folder, method, env_id):
+    sys.path.insert(0, str(folder))
+    return importlib.import_module(find_script(folder, method, env_id))
 
 
-def run_script(name, task, iterations, overrides):
-    """Seconds of each phase of an iteration, from the times at which the script steps its environments and has its targets."""
-    script = load(name)
-    steps, targets, counter = [], [], CountOperations()
-    step_envs, distribution_metrics = script.step_envs, script.distribution_metrics
+def make_args(script, env_id, settings, **rest):
+    """The script's defaults, but for the settings that it knows."""
+    args = script.Args(env_id=env_id, cuda=False, save_every=10**9, **rest)
+    for name, text in settings.items():
+        if hasattr(args, name):
+            setattr(args, name, type(getattr(args, name))(json.loads(text.lower())))
+    return args
 
-    def timed_step(*given):
-        if len(targets) == 1 and len(steps) == args.num_steps:
-            counter.__exit__(None, None, None)
-        start = time.perf_counter()
-        result = step_envs(*given)
-        steps.append((start, time.perf_counter()))
-        return result
 
-    def timed_metrics(*given):
-        result = distribution_metrics(*given)
-        targets.append(time.perf_counter())
-        if len(targets) == 1:  # counts the operations of the first update, which is not timed
-            counter.__enter__()
-        return result
+def run_script(folder, method, env_id, iterations, settings):
+    """Seconds of each phase of an iteration, from the times at which the script steps its environments and shuffles its
+    samples, with which an update begins."""
+    script = load(Path(folder), method, env_id)
+    steps, updates = [], []
 
-    clocks = mock.patch.multiple(script, step_envs=timed_step, distribution_metrics=timed_metrics)
-    with clocks, tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        args = script.Args(env_id=ENV_IDS[task], cuda=False, run_dir=Path(folder), save_every=10**9, **overrides)
+    def clocked(step):
+        def clocked_step(*given):
+            start = time.perf_counter()
+            result = step(*given)
+            steps.append((start, time.perf_counter()))
+            return result
+
+        return clocked_step
+
+    def shuffle(*given, shuffle=torch.randperm, **options):
+        updates.append((len(steps), time.perf_counter()))
+        return shuffle(*given, **options)
+
+    owner, name = (script.Environments, "step") if hasattr(script, "Environments") else (script, "step_envs")
+    clocks = [
+        mock.patch.object(owner, name, clocked(getattr(owner, name))),
+        mock.patch.object(torch, "randperm", shuffle),
+    ]
+    with contextlib.ExitStack() as stack:
+        for context in (*clocks, contextlib.redirect_stdout(io.StringIO())):
+            stack.enter_context(context)
+        runs = stack.enter_context(tempfile.TemporaryDirectory())
+        args = make_args(script, env_id, settings, run_dir=type(script.Args.run_dir)(runs))
         args.total_timesteps = (iterations + 2) * args.num_envs * args.num_steps
         script.train(args)
-    phases = {phase: [] for phase in PHASES}
-    for i in range(1, iterations + 1):
-        rollout = steps[i * args.num_steps : (i + 1) * args.num_steps]
+    begins = {len_steps: at for len_steps, at in reversed(updates)}  # the first shuffle after each rollout
+    phases = {phase: [] for phase in (*ROLLOUT, "returns and targets", "update")}
+    for first in range(args.num_steps, (iterations + 1) * args.num_steps, args.num_steps):
+        rollout, begin = steps[first : first + args.num_steps], begins[first + args.num_steps]
         in_envs = sum(end - start for start, end in rollout)
         phases["environments"].append(in_envs)
         phases["rest of the rollout"].append(rollout[-1][1] - rollout[0][0] - in_envs)
-        phases["returns and targets"].append(targets[i] - rollout[-1][1])
-        phases["update"].append(steps[(i + 1) * args.num_steps][0] - targets[i])
-    seconds = {phase: statistics.mean(values) for phase, values in phases.items()}
-    return finish(sum(seconds.values()), args.num_envs * args.num_steps, seconds, counter.total)
+        phases["returns and targets"].append(begin - rollout[-1][1])
+        phases["update"].append(steps[first + args.num_steps][0] - begin)
+    return finish({phase: statistics.mean(values) for phase, values in phases.items()}, args)
 
 
-def run_sb3(name, task, iterations, overrides):
-    """Stable-Baselines3 with the same environments, batch, epochs and minibatch, and what its users wrap around them."""
+def run_sb3(folder, method, env_id, iterations, settings):
+    """Stable-Baselines3 with the same environments, batch, epochs and minibatch, in the wrappers its users take."""
     from stable_baselines3 import PPO
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_atari_env, make_vec_env
     from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
 
-    script_args = load(SCRIPTS[task]["scalar critic"]).Args()
-    starts, ends = [], []
+    script = load(Path(folder), method, env_id)
+    args, starts, ends = make_args(script, env_id, settings), [], []
 
     class Clock(BaseCallback):
         def _on_step(self):
@@ -149,50 +144,22 @@ def run_sb3(name, task, iterations, overrides):
         def _on_rollout_end(self):
             ends.append(time.perf_counter())
 
-    if task == "atari":
-        envs = VecFrameStack(make_atari_env(ENV_IDS[task], script_args.num_envs, seed=1), 4)
+    if script.__name__.endswith("atari"):
+        policy, envs = "CnnPolicy", VecFrameStack(make_atari_env(env_id, args.num_envs, seed=1), 4)
     else:
-        envs = VecNormalize(make_vec_env(ENV_IDS[task], script_args.num_envs, seed=1))
-    sizes = dict(n_steps=script_args.num_steps, batch_size=script_args.minibatch_size, n_epochs=script_args.update_epochs)
-    agent = PPO("CnnPolicy" if task == "atari" else "MlpPolicy", envs, device="cpu", seed=1, **sizes)
-    batch = script_args.num_envs * script_args.num_steps
-    agent.learn((iterations + 2) * batch, callback=Clock())
-    seconds = {
-        "rollout": statistics.mean(ends[i] - starts[i] for i in range(1, iterations + 1)),
-        "update": statistics.mean(starts[i + 1] - ends[i] for i in range(1, iterations + 1)),
-    }
-    return finish(sum(seconds.values()), batch, seconds, None)
+        policy, envs = "MlpPolicy", VecNormalize(make_vec_env(env_id, args.num_envs, seed=1))
+    sizes = dict(n_steps=args.num_steps, batch_size=args.minibatch_size, n_epochs=args.update_epochs)
+    agent = PPO(policy, envs, device="cpu", seed=1, **sizes)
+    agent.learn((iterations + 2) * args.num_envs * args.num_steps, callback=Clock())
+    rollout = statistics.mean(ends[i] - starts[i] for i in range(1, iterations + 1))
+    update = statistics.mean(starts[i + 1] - ends[i] for i in range(1, iterations + 1))
+    return finish({"rollout": rollout, "update": update}, args)
 
 
-def run_environment(name, task, iterations, overrides):
-    """The environments alone, with random actions."""
-    script = load(name)
-    args = script.Args(env_id=ENV_IDS[task])
-    envs = script.make_envs(args, None)
-    script.reset_envs(envs, 1)
-    action_space = batch_space(envs.single_action_space, args.num_envs)
-    actions = [action_space.sample() for _ in range(64)]
-    for _ in range(2):  # the first round warms up
-        start = time.perf_counter()
-        for t in range(iterations * args.num_steps):
-            script.step_envs(envs, actions[t % 64])
-    return finish(time.perf_counter() - start, iterations * args.num_steps * args.num_envs, {}, None)
-
-
-def run_matmul(name, task, iterations, overrides):
-    """The machine's rate of matrix multiplication in GFLOP/s: the best of many."""
-    a, b = torch.randn(2, 1024, 1024)
-    best = float("inf")
-    for _ in range(40 * iterations):
-        start = time.perf_counter()
-        a @ b
-        best = min(best, time.perf_counter() - start)
-    return 2 * 1024**3 / best / 1e9
-
-
-def finish(seconds, steps, phases, flops):
+def finish(phases, args):
     megabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {"steps_per_second": steps / seconds, "phases": phases, "flops_of_update": flops, "megabytes": megabytes}
+    steps_per_second = args.num_envs * args.num_steps / sum(phases.values())
+    return {"steps_per_second": steps_per_second, "phases": phases, "megabytes": megabytes}
 
 
 # --- taking turns ---
@@ -203,134 +170,80 @@ def in_own_process(function, *given):
         return pool.submit(function, *given).result()
 
 
-def compare(args, contenders):
-    """All runs of all contenders: {label: [result, ...]}; and the rates of matrix multiplication before each round."""
-    results, rates = {label: [] for label in contenders}, []
-    for repeat in range(args.repeats):
-        rates.append(in_own_process(run_matmul, None, args.task, args.iterations, {}))
-        for label, (function, name) in contenders.items():
-            results[label].append(in_own_process(function, name, args.task, args.iterations, {}))
-            print(f"{repeat + 1}/{args.repeats}  {label:18s}{results[label][-1]['steps_per_second']:8,.0f} steps/s", flush=True)
-    return results, rates
-
-
-def sweep(args):
-    """BDPG's steps per second as one of its sizes grows: {argument: {value: steps per second}}."""
-    speeds = {}
-    for argument, values in SWEEPS.items():
-        speeds[argument] = {}
-        for value in values:
-            result = in_own_process(run_script, SCRIPTS[args.task]["BDPG"], args.task, args.iterations, {argument: value})
-            speeds[argument][value] = result["steps_per_second"]
-            print(f"BDPG, {argument} {value}: {speeds[argument][value]:,.0f} steps/s", flush=True)
-    return speeds
-
-
-# --- report ---
-
-
-def median(results, *keys):
-    values = []
-    for value in results:
-        for key in keys:
-            value = value[key]
-        values.append(value)
-    return statistics.median(values)
+def compare(args, contenders, settings):
+    """All runs of all contenders: {label: [result, ...]}."""
+    results = {label: [] for label in contenders}
+    for number in range(args.rounds):
+        for label, (function, folder, method) in contenders.items():
+            result = in_own_process(function, str(folder), method, args.env_id, args.iterations, settings)
+            results[label].append(result)
+            print(f"{number + 1}/{args.rounds}  {label:18s}{result['steps_per_second']:8,.0f} steps/s", flush=True)
+    return results
 
 
 def ratio(results, of, to):
     """Median over rounds of the speed of one in units of the other's in the same round, and its range."""
-    ratios = sorted(a["steps_per_second"] / b["steps_per_second"] for a, b in zip(results[of], results[to], strict=True))
+    ratios = sorted(
+        a["steps_per_second"] / b["steps_per_second"] for a, b in zip(results[of], results[to], strict=True)
+    )
     return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
 
 
-def make_report(args, record):
-    results, rate = record["results"], statistics.median(record["gflops_of_matmul"])
+def make_table(results):
+    """Medians of each contender, and its speed in units of SB3's, plain PPO's and that of its own older version."""
     rows = []
     for label, runs in results.items():
-        phases = runs[0]["phases"]
-        update = f"{1e3 * median(runs, 'phases', 'update'):.0f}" if phases else ""
-        rollout = f"{1e3 * sum(median(runs, 'phases', phase) for phase in phases if phase != 'update'):.0f}" if phases else ""
-        against = [
-            "" if not phases or to not in results or to == label else ratio(results, label, to) for to in ("SB3", "scalar critic")
-        ]
-        flops = runs[0]["flops_of_update"]
-        gflops = flops / median(runs, "phases", "update") / 1e9 if flops else 0
-        efficiency = f"{gflops:.0f} ({100 * gflops / rate:.0f} %)" if flops else ""
-        speed = f"{median(runs, 'steps_per_second'):,.0f}"
-        rows.append([label, speed, rollout, update, *against, efficiency, f"{median(runs, 'megabytes'):.0f}"])
-    header = ["", "steps/s", "rollout, ms", "update, ms", "speed / SB3", "speed / scalar critic"]
-    header += ["GFLOP/s of the update", "peak memory of the main process, MB"]
+        medians = {name: statistics.median(run["phases"][name] for run in runs) for name in runs[0]["phases"]}
+        times = [1e3 * medians.get(name, 0) for name in ("environments", "update")]
+        times.insert(1, 1e3 * sum(medians.values()) - sum(times))
+        cells = [f"{statistics.median(run['steps_per_second'] for run in runs):,.0f}"]
+        cells += [f"{milliseconds:.0f}" if milliseconds else "" for milliseconds in times]
+        cells += [ratio(results, label, to) if to in results and to != label else "" for to in ("SB3", "PPO")]
+        cells += [ratio(results, label, f"{label}, old") if f"{label}, old" in results else ""]
+        rows.append([label, *cells, f"{statistics.median(run['megabytes'] for run in runs):.0f}"])
+    header = ["", "steps/s", "environments, ms", "rest of rollout and targets, ms", "update, ms"]
+    header += ["speed / SB3", "speed / PPO", "speed / old", "peak memory, MB"]
     columns = [i for i in range(len(header)) if i == 0 or any(row[i] for row in rows)]  # without empty ones
     header, *rows = ([row[i] for i in columns] for row in [header, *rows])
-    text = f"{ENV_IDS[args.task]}, {args.repeats} rounds; medians, and the range of ratios within a round. "
-    text += f"Matrix multiplication: {rate:.0f} GFLOP/s.\n\n" + table(header, rows)
-    for argument, speeds in record["sweeps"].items():
-        text += f"\nBDPG against `--{argument.replace('_', '-')}`, steps/s:\n\n"
-        text += table(speeds, [[f"{speed:,.0f}" for speed in speeds.values()]])
-    return text
-
-
-def plot_phases(task, results, path):
-    """Where the time of a step goes, per script."""
-    labels = [label for label, runs in results.items() if runs[0]["phases"]][::-1]
-    figure, axis = plt.subplots(figsize=(8, 1.6 + 0.45 * len(labels)), layout="constrained")
-    left = [0.0] * len(labels)
-    for phase, colour in {"rollout": SB3_ROLLOUT, **PHASES}.items():
-        widths = []
-        for label in labels:
-            seconds = {name: median(results[label], "phases", name) for name in results[label][0]["phases"]}
-            share = seconds.get(phase, 0) / sum(seconds.values())
-            widths.append(1e3 * share / median(results[label], "steps_per_second"))
-        if any(widths):
-            axis.barh(labels, widths, left=left, color=colour, label=phase)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    axis.set(xlabel=f"milliseconds per step, {ENV_IDS[task]}")
-    figure.legend(loc="outside upper center", ncols=3, frameon=False)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    return table(header, rows)
 
 
 def main(args):
-    if args.repeats < 1 or args.iterations < 1:
-        fail("--repeats and --iterations must be at least 1.")
-    contenders = {label: (run_script, name) for label, name in SCRIPTS[args.task].items()}
-    contenders["environments alone"] = (run_environment, SCRIPTS[args.task]["BDPG"])
-    if importlib.util.find_spec("stable_baselines3") and (args.task == "mujoco" or importlib.util.find_spec("cv2")):
-        contenders["SB3"] = (run_sb3, None)
-    else:
-        print("Stable-Baselines3 is left out; install it with: pip install stable-baselines3==2.9.2 opencv-python-headless")
+    if args.rounds < 1 or args.iterations < 1:
+        fail("--rounds and --iterations must be at least 1.")
+    if args.against is not None and not find_script(args.against, "bdpg", args.env_id):
+        fail(f"there are no scripts in {args.against}.")
+    try:
+        settings = {name.replace("-", "_"): value for name, value in (item.split("=") for item in args.set)}
+        [json.loads(value.lower()) for value in settings.values()]
+    except ValueError:
+        fail("--set takes NAME=VALUE with a number, true or false.")
+    contenders = {}
+    for label, method in METHODS.items():
+        contenders[label] = (run_script, ROOT, method)
+        if args.against is not None and find_script(args.against, method, args.env_id):
+            contenders[f"{label}, old"] = (run_script, args.against.resolve(), method)
+    if importlib.util.find_spec("stable_baselines3") and importlib.util.find_spec("cv2"):
+        contenders["SB3"] = (run_sb3, ROOT, "ppo")
+    elif not args.only or "SB3" in args.only:
+        print(
+            "Stable-Baselines3 is left out; to install it: pip install stable-baselines3==2.9.2 opencv-python-headless"
+        )
     unknown = [label for label in args.only if label not in contenders]
     if unknown:
         fail(f"there is no {unknown[0]!r} to measure; there are: {', '.join(contenders)}.")
-    contenders = {label: contenders[label] for label in args.only or contenders}
-    results, rates = compare(args, contenders)
-    record = {
-        "command": shlex.join(["python", *sys.argv]),
-        "git": subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip() or None,
-        "task": args.task,
-        "env_id": ENV_IDS[args.task],
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "cores": os.cpu_count(),
-        "gflops_of_matmul": rates,
-        "results": results,
-        "sweeps": sweep(args) if args.sweeps else {},
-    }
-    text = make_report(args, record)
+    results = compare(args, {label: contenders[label] for label in args.only or contenders}, settings)
+    git = subprocess.run("git rev-parse HEAD", shell=True, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    record = {"command": shlex.join(["python", *sys.argv]), "git": git, "torch": torch.__version__}
+    record |= {"env_id": args.env_id, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "results": results}
+    text = f"`{record['command']}`, commit `{git[:7]}`, {record['threads']} threads on {record['cores']} cores; "
+    text += f"medians of {args.rounds} rounds, and the range of ratios within a round.\n\n{make_table(results)}"
     print(f"\n{text}")
-    if args.write:
-        text = f"`{record['command']}`, commit `{(record['git'] or 'unknown')[:7]}`.\n\n{text}"
-        folder = ROOT / "benchmark" / "results"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"speed_{args.task}.json").write_text(json.dumps(record, indent=1) + "\n")
-        plot_phases(args.task, results, ROOT / "docs" / "figures" / f"speed_{args.task}.png")
-        text += f"\n![Where the time goes, {args.task}](figures/speed_{args.task}.png)\n"
-        fill(ROOT / "docs" / "speed.md", args.task, text)
+    if args.output is not None:
+        make_folder(args.output.parent)
+        args.output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+        args.output.with_suffix(".md").write_text(text)
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Args, description=__doc__))
-    except KeyboardInterrupt:
-        print("stopped; nothing was written", file=sys.stderr)
-        raise SystemExit(130) from None
+    start(main, Args, __doc__)

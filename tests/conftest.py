@@ -49,7 +49,7 @@ def bdpg(request):
 
 @pytest.fixture
 def shared():
-    """One script for all: of functions that are identical in every script (other tests see to that), one copy is tested."""
+    """One script for all: of functions that are identical in every script, one copy is tested."""
     return importlib.import_module("bdpg_mujoco")
 
 
@@ -85,7 +85,7 @@ def short_games(monkeypatch):
 
 @pytest.fixture
 def lazy_disk(monkeypatch):
-    """Here checkpoints need not survive a power cut, and to bring 25 MB to a busy disk in every run can take minutes."""
+    """Checkpoints need not survive a power cut here, and flushing 25 MB to a busy disk can take minutes."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
@@ -117,8 +117,8 @@ def is_bdpg(script):
 
 
 def make_agent(script, residuals=(1.0, -0.6), **overrides):
-    """An untrained agent, its optimisers and arguments; the environments are only asked for their spaces. Returns are seen in units
-    of 0.8: in units of 1 a forgotten unit would go unnoticed."""
+    """An untrained agent, its optimisers and arguments; the environments are only asked for their spaces. Returns are
+    seen in units of 0.8: in units of 1 a forgotten unit would go unnoticed."""
     spaces = SimpleNamespace(
         observation_space=Box(-math.inf, math.inf, (3,)),
         action_space=Discrete(4) if is_atari(script) else Box(-1, 1, (2,)),
@@ -155,7 +155,7 @@ def rollout(T, N, seed=0, dtype=torch.float64, p_end=0.15):
 
 
 def n_step_target(rewards, next_g, terminations, dones, gamma, t, i, n):
-    """r_t + γ r_{t+1} + ... + γ^m g(s_{t+m}), one term at a time: m = n, or fewer where the episode or the rollout ends first."""
+    """r_t + γ r_{t+1} + ... + γ^m g(s_{t+m}), term by term: m = n, or fewer where episode or rollout end first."""
     total, discount = 0.0, 1.0
     for step in range(t, min(t + n, len(rewards))):
         total += discount * rewards[step, i].item()

@@ -1,13 +1,10 @@
 """Atari environments against gymnasium's own preprocessing, and the CNN against a plain one."""
 
-import functools
-from types import SimpleNamespace
-
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import make_agent, random_observations, spy
+from conftest import change_games, make_agent, random_observations, spy
 from torch import nn
 
 
@@ -48,13 +45,11 @@ class ReferenceGame:
 
 
 def play(atari, monkeypatch, env_id, num_envs):
-    """The script's environments as users run them, after their reset, and what they said of themselves so far."""
-    envs = atari.make_envs(atari.Args(env_id=env_id, num_envs=num_envs), None)
-    infos = spy(monkeypatch, envs, "step")
-    resets = spy(monkeypatch, envs, "reset")
-    obs = atari.reset_envs(envs, 11)
-    start_frames = lambda: (infos or resets)[-1][1][-1]["episode_frame_number"]  # noqa: E731
-    return envs, obs, start_frames
+    """The script's environments as users run them, the calls of ALE's own ones, and where their games started."""
+    envs = atari.Environments(atari.Args(env_id=env_id, num_envs=num_envs), 11)
+    resets, steps = spy(monkeypatch, envs.envs, "reset"), spy(monkeypatch, envs.envs, "step")
+    start_frames = lambda: (steps or resets)[-1][1][-1]["episode_frame_number"]  # noqa: E731
+    return envs, steps, start_frames
 
 
 @pytest.mark.parametrize(
@@ -63,50 +58,65 @@ def play(atari, monkeypatch, env_id, num_envs):
         ("BreakoutNoFrameskip-v4", 3, 6),  # 5 lives; the ball waits for FIRE
         ("SeaquestNoFrameskip-v4", 2, 3),  # lives that can be won back
         ("BankHeistNoFrameskip-v4", 1, 1),  # goes on at 0 lives
+        ("MsPacmanNoFrameskip-v4", 1, 1),  # lives, no FIRE
         ("PongNoFrameskip-v4", 1, 1),  # no lives, negative rewards
         ("FreewayNoFrameskip-v4", 1, 1),  # no lives, no FIRE
     ],
 )
 def test_games_equal_those_of_the_reference(atari, monkeypatch, env_id, num_envs, games):
-    envs, obs, start_frames = play(atari, monkeypatch, env_id, num_envs)
+    """Pixel by pixel and reward by reward; the first step after a lost life presses FIRE, whatever was chosen."""
+    envs, executed, start_frames = play(atari, monkeypatch, env_id, num_envs)
+    obs = envs.reset()
     references = [ReferenceGame(env_id) for _ in range(num_envs)]
+    has_fire = "FIRE" in references[0].base.unwrapped.get_action_meanings()
+    assert has_fire == (env_id[:2] not in ("Ms", "Fr"))
     for i, reference in enumerate(references):
         np.testing.assert_array_equal(obs[i], reference.start(start_frames()[i]))
-    scores, finished, lost_lives = np.zeros(num_envs), 0, 0
+    scores, finished, lost_lives, fire = np.zeros(num_envs), 0, 0, np.zeros(num_envs, dtype=bool)
     rng = np.random.default_rng(0)
     while finished < games:
-        actions = rng.integers(envs.single_action_space.n, size=num_envs)
-        obs, rewards, terminated, truncated, final_obs, game_over = atari.step_envs(envs, actions)
+        actions = rng.integers(envs.action_space.n, size=num_envs)
+        obs, rewards, terminated, truncated, final_obs, game_over = envs.step(actions)
+        actions[fire] = 1
+        np.testing.assert_array_equal(executed[-1][0][0], actions)
         scores += rewards  # as train() keeps the score
         assert obs.dtype == np.uint8 and not truncated.any()
         for i, reference in enumerate(references):
             true_obs, reward, life_lost, over, score = reference.step(actions[i])
             assert (rewards[i], terminated[i], game_over[i]) == (reward, life_lost or over, over)
-            lost_lives += life_lost
+            lost_lives, fire[i] = lost_lives + life_lost, has_fire and life_lost
             if over:
                 np.testing.assert_array_equal(final_obs[i], true_obs)
                 assert scores[i] == score
                 scores[i], finished = 0, finished + 1
                 true_obs = reference.start(start_frames()[i])  # the next game, in the same step
             np.testing.assert_array_equal(obs[i], true_obs)
-    assert (lost_lives > 0) == (env_id[:4] in ("Brea", "Seaq", "Bank"))
+    assert (lost_lives > 0) == (env_id[:4] in ("Brea", "Seaq", "Bank", "MsPa"))
+
+
+def test_a_game_goes_on_after_a_lost_life_without_choosing_fire(atari):
+    """Breakout's ball waits for FIRE: an agent that never presses it loses all its lives all the same."""
+    envs = atari.Environments(atari.Args(env_id="BreakoutNoFrameskip-v4", num_envs=1), 0)
+    envs.reset()
+    assert any(envs.step(np.array([3]))[-1][0] for _ in range(400))  # to the left
 
 
 def test_truncation_keeps_the_last_observation_and_ends_the_game(atari, monkeypatch, short_games):
     env_id = "PongNoFrameskip-v4"
-    envs, obs, start_frames = play(atari, monkeypatch, env_id, 2)
+    envs, _, start_frames = play(atari, monkeypatch, env_id, 2)
+    envs.reset()
     references = [ReferenceGame(env_id) for _ in range(2)]
     for reference, frames in zip(references, start_frames(), strict=True):
         reference.start(frames)
     for step in range(1, 50):
         actions = np.array([step % 6, (step + 3) % 6])
-        obs, _, terminated, truncated, final_obs, game_over = atari.step_envs(envs, actions)
+        obs, _, terminated, truncated, final_obs, game_over = envs.step(actions)
         assert not terminated.any() and (truncated == (step % 15 == 0)).all() and (game_over == truncated).all()
         for i, reference in enumerate(references):
             true_obs, *_ = reference.step(actions[i])
             if truncated[i]:
-                # ALE stops a frame early and pools the newest frame of the stack with the one before, so ball and paddles
-                # are off by a few pixels there; a stack of the next game would differ everywhere in the older three.
+                # ALE stops a frame early and pools the newest frame of the stack with the one before, so ball and
+                # paddles are off by a few pixels; a stack of the next game would differ everywhere in the older three.
                 np.testing.assert_array_equal(final_obs[i, :3], true_obs[:3])
                 assert np.mean(final_obs[i, 3] != true_obs[3]) < 0.01
                 true_obs = reference.start(start_frames()[i])
@@ -115,23 +125,38 @@ def test_truncation_keeps_the_last_observation_and_ends_the_game(atari, monkeypa
 
 @pytest.mark.parametrize("env_id, sticky", [("BreakoutNoFrameskip-v4", False), ("ALE/Breakout-v5", True)])
 def test_only_v5_games_have_sticky_actions(atari, monkeypatch, env_id, sticky):
-    """Games that start alike and get the same actions part only by chance, which without no-ops is in sticky actions alone."""
-    monkeypatch.setattr(atari, "AtariVectorEnv", functools.partial(atari.AtariVectorEnv, noop_max=0))
-    envs = atari.make_envs(atari.Args(env_id=env_id, num_envs=4), None)
-    obs = atari.reset_envs(envs, 1)
+    """Games that start alike and get the same actions part only by chance, which is in sticky actions alone."""
+    change_games(monkeypatch, noop_max=0)
+    envs = atari.Environments(atari.Args(env_id=env_id, num_envs=4), 1)
+    envs.reset()
     same = True
     for step in range(40):
-        obs, *_ = atari.step_envs(envs, np.full(4, [2, 3, 3][step % 3]))
+        obs, *_ = envs.step(np.full(4, [2, 3, 3][step % 3]))
         same &= (obs == obs[0]).all()
     assert same == (not sticky)
 
 
-def test_games_start_at_different_points(atari):
+def test_games_start_at_different_points(atari, monkeypatch):
     """Random no-ops: the environments of a run must not play the same game."""
-    envs = atari.make_envs(atari.Args(env_id="PongNoFrameskip-v4", num_envs=8), None)
-    _, infos = envs.reset(seed=1)
-    starts = infos["episode_frame_number"]
-    assert len(set(starts)) > 3 and starts.max() <= 31
+    envs, _, start_frames = play(atari, monkeypatch, "PongNoFrameskip-v4", 8)
+    envs.reset()
+    assert len(set(start_frames())) > 3 and start_frames().max() <= 31
+
+
+def test_policy_is_categorical(atari):
+    policy, c = atari.Policy(8, 4), torch.randn(5, 8)
+    assert (policy(None, c).probs - 0.25).abs().max() < 0.05  # at first every action is about as likely
+    policy.logits.weight.data *= 100
+    distribution, logits = policy(None, c), policy.logits(c).detach().double().numpy()
+    probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    assert probs.max() > 0.5
+    actions = distribution.sample((20_000,))
+    counts = np.stack([(actions == action).double().mean(0) for action in range(4)], -1)
+    np.testing.assert_allclose(counts, probs, atol=5 * 0.5 / 20_000**0.5)
+    log_probs = np.log(probs)[np.arange(5), actions[:9]]
+    np.testing.assert_allclose(distribution.log_prob(actions[:9]).detach(), log_probs, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(distribution.entropy().detach(), -(probs * np.log(probs)).sum(-1), rtol=1e-4)
+    np.testing.assert_array_equal(distribution.mode, probs.argmax(-1))
 
 
 def test_frames_stay_bytes_and_are_only_transposed(atari):
@@ -163,30 +188,3 @@ def test_trunk_equals_a_plain_nature_cnn(atari):
     plain(pixels).square().sum().backward()
     torch.testing.assert_close(trunk.conv1.weight.grad, plain[0].weight.grad, rtol=1e-3, atol=1e-2)
     assert torch.equal(frames, frames.to(torch.uint8))
-
-
-def test_videos_show_whole_games_of_the_first_environment(atari, monkeypatch, tmp_path):
-    """Games of 3, 2 and 4 steps, of which gymnasium's schedule shows the first two. The frame that comes with the end of a game is
-    the first of the next."""
-    saved = []
-    save = lambda frames, folder, **options: saved.append((frames, options))  # noqa: E731
-    monkeypatch.setattr("gymnasium.utils.save_video.save_video", save)
-    envs = SimpleNamespace(video_dir=tmp_path, video_frames=[], num_games=0)
-    all_frames = np.arange(9, dtype=np.uint8)[:, None, None, None] * np.ones((1, 16, 84, 84), np.uint8)
-    for step, frames in enumerate(all_frames, start=1):
-        atari.record_video(envs, frames[0], step in (3, 5, 9))
-    shown = [[int(frame[0, 0, 0]) for frame in frames] for frames, _ in saved]
-    assert shown == [[0, 1], [2, 3]] and envs.num_games == 3 and envs.video_frames == []
-    assert all(frame.shape == (336, 336, 3) for frames, _ in saved for frame in frames)
-    assert [options["episode_index"] for _, options in saved] == [0, 1]
-    monkeypatch.undo()
-    envs.num_games = 8  # which is to be shown, too
-    envs.video_frames = [all_frames[0, 0]] * 4
-    atari.record_video(envs, all_frames[1, 0], True)
-    assert [path.suffix for path in tmp_path.iterdir()] == [".mp4"]
-
-
-def test_video_frames_do_not_keep_those_of_other_environments(atari, tmp_path):
-    envs = SimpleNamespace(video_dir=tmp_path, video_frames=[], num_games=0)
-    atari.record_video(envs, np.zeros((16, 4, 84, 84), np.uint8)[0, -1], False)
-    assert envs.video_frames[0].base is None

@@ -1,4 +1,4 @@
-"""Experiment runner and plotter: every preset in miniature, runs that stop, fail and go on, statistics against brute force."""
+"""Experiment runner, results and plotter: presets in miniature, runs that stop, fail and go on, statistics by brute force."""
 
 import csv
 import dataclasses
@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import json
 import os
+import pty
 import re
 import runpy
 import signal
@@ -19,21 +20,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import tyro
 from torch.utils.tensorboard import SummaryWriter
 
-from benchmark import plot, run
+from benchmark import common, plot, run
 
 ROOT = Path(__file__).parent.parent
-TINY = [
-    "num-envs=2",
-    "num-steps=16",
-    "minibatch-size=16",
-    "update-epochs=1",
-    "num-return-samples=1",
-    "score-interval=1",
-    "cuda=False",
-]
+TINY = ["num-envs=2", "num-steps=16", "minibatch-size=16", "update-epochs=1", "cuda=False"]
 
 
 class ForkedProcess:
@@ -111,20 +105,31 @@ def refusal(capsys, options):
     return err
 
 
-def interrupt_when(monkeypatch, condition):
-    """Ctrl-C for the runner, in its pause between two looks at its runs, once the condition holds."""
+def interrupt_when(monkeypatch, condition, number=signal.SIGINT):
+    """A signal for the runner, in its pause between two looks at its runs, once the condition holds."""
 
     def sleep(seconds):
         time.sleep(0.02)
         if condition():
             monkeypatch.setattr(run, "time", time)
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
 
     monkeypatch.setattr(run, "time", SimpleNamespace(time=time.time, sleep=sleep))
 
 
-def plotted(folder, output, *options):
-    plot.main(tyro.cli(plot.Args, args=[str(folder), "--output", str(output), *options]))
+def plotted(*folders, output, curves=("return",)):
+    plot.main(plot.Args(tuple(folders), output, curves))
+    return tables_of(output)
+
+
+def tables_of(output):
+    """The tables of a page, as lists of dicts."""
+    tables = []
+    for block in (output / "tables.md").read_text().split("\n\n"):
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
+        if block.startswith("| "):
+            tables.append([dict(zip(rows[0], row, strict=True)) for row in rows[2:]])
+    return tables
 
 
 def read_csv(path):
@@ -135,74 +140,100 @@ def read_csv(path):
 # --- presets in miniature: run, interrupt, resume, plot ---
 
 BREAKOUT = ("BreakoutNoFrameskip-v4", ["num-envs=1", "num-steps=128", "minibatch-size=128"], 16)
-MINIATURES = {  # task, settings, iterations of a run (some 2,000 steps), and the number of methods
-    "mujoco-figure": ("InvertedDoublePendulum-v5", [], 64, 2),
-    "atari-figure": (*BREAKOUT, 4),
-    "ablation": (*BREAKOUT, 2),
+MINIATURES = {  # task, settings, iterations of a run (some 2,000 steps), and the signal that stops it
+    "mujoco-figure": ("InvertedDoublePendulum-v5", [], 64, signal.SIGINT),
+    "atari-figure": (*BREAKOUT, signal.SIGTERM),
+    "ablation": (*BREAKOUT, signal.SIGHUP),
 }
 METHODS = {
-    "mujoco-figure": {"BDPG naive", "PPO+WGAN"},
-    "atari-figure": {"BDPG", "BDPG naive", "PPO+WGAN", "PPO+QR"},
+    "mujoco-figure": ["BDPG naive", "PPO+WGAN", "PPO+QR", "PPO"],
+    "atari-figure": ["BDPG", "BDPG naive", "PPO+WGAN", "PPO+QR", "PPO"],
+    "ablation": ["BDPG, bootstrap_length 1", "BDPG, bootstrap_length 128"],
 }
 
 
 @pytest.mark.parametrize("preset", MINIATURES)
 def test_preset_runs_stops_goes_on_and_plots(preset, tmp_path, forked, monkeypatch, capsys):
-    env_id, settings, iterations, num_methods = MINIATURES[preset]
+    env_id, settings, iterations, number = MINIATURES[preset]
     settings = settings + ["bootstrap-length=1,128", "u-bar=inf", "eta=0.1"] * (preset == "ablation")
     runs, options = tmp_path / "runs", f"--preset {preset} --envs {env_id} --seeds 1 2 --workers 1"
-    interrupt_when(monkeypatch, lambda: any("step " in path.read_text() for path in runs.rglob("log.txt")))
-    assert start(runs, f"{options} --total-timesteps 100000000", settings) == 130  # so long that it cannot end before Ctrl-C
-    assert "to go on: python" in capsys.readouterr().out
+    interrupt_when(monkeypatch, lambda: any("step " in path.read_text() for path in runs.rglob("log.txt")), number)
+    # So long that it cannot end before the signal.
+    assert start(runs, f"{options} --total-timesteps 100000000", settings) == 128 + number
+    assert "to go on: python" in capsys.readouterr().out and not list(Path("results").rglob("*.*"))
     (checkpoint,) = runs.rglob("checkpoint-*.pt")  # the only one that had begun, and it was saved
     saved = int(checkpoint.stem.split("-")[1])
 
-    sizes = {name: int(value) for name, value in (item.split("=") for item in TINY + settings) if name in ("num-envs", "num-steps")}
-    total = saved + iterations * sizes["num-envs"] * sizes["num-steps"]
+    sizes = dict(item.split("=") for item in TINY + settings if item.startswith("num-"))
+    total = saved + iterations * int(sizes["num-envs"]) * int(sizes["num-steps"])
     assert start(runs, f"{options} --total-timesteps {total}", settings) == 0
     out = capsys.readouterr().out
+    methods = METHODS[preset]
     assert "1 to resume" in out and "2 new" in out
-    number = 2 * num_methods
-    assert f"{number} of {number} runs are finished" in out
+    assert f"{2 * len(methods)} of {2 * len(methods)} runs are finished" in out
     # One folder per run, also where it was resumed, and every run with the arguments that make its method.
     records = [json.loads(path.read_text()) for path in runs.rglob("run.json")]
-    assert len(records) == number == len(list(runs.rglob("log.txt")))
-    assert all(record["args"]["total_timesteps"] == total and record["args"]["env_id"] == env_id for record in records)
+    assert len(records) == 2 * len(methods) == len(list(runs.rglob("log.txt")))
+    assert {(record["args"]["total_timesteps"], record["args"]["env_id"]) for record in records} == {(total, env_id)}
     assert len(list(checkpoint.parent.glob("events.out.tfevents.*"))) == 2
 
-    assert start(runs, f"{options} --total-timesteps {total}", settings) == 0
-    assert f"0 of {number} runs to do" in capsys.readouterr().out
+    # The results are there, small, and give the same tables as the runs.
+    results = Path("results", "runs")
+    assert len(list(results.glob(f"{env_id}/*_seed[12].csv"))) == 2 * len(methods) == len(common.read_records(results))
+    table, details, *_ = plotted(results, output=tmp_path / "from-results")
+    assert [*table[0]][1 : 1 + len(methods)] == methods and (tmp_path / "from-results" / "return.png").exists()
+    assert [(row["method"], row["runs"]) for row in details] == [(method, "2") for method in methods]
+    assert plotted(runs, output=tmp_path / "from-runs")[0] == table
 
-    if preset == "ablation":
-        plotted(runs, tmp_path / "figure", "--maps-at", "0", "100")
-        rows = read_csv(tmp_path / "figure_ablation.csv")
-        assert {(row["from step"], row["k"], row["ū"], row["runs"]) for row in rows} == {
-            (step, k, "inf", "2") for step in ("0", "100") for k in ("1", "128")
-        }
-    else:
-        plotted(runs, tmp_path / "figure")
-        rows = read_csv(tmp_path / "figure_averaged_score.csv")
-        assert {(row["method"], row["runs"]) for row in rows} == {(method, "2") for method in METHODS[preset]}
-        assert all(np.isfinite(float(row["mean"])) and float(row["step"]) <= total for row in rows)
-        aggregate = {row["task"] for row in read_csv(tmp_path / "figure_scores.csv")}
-        assert aggregate == {env_id.replace("NoFrameskip-v4", "")} | ({"all games (human = 1)"} if "atari" in preset else set())
-    pictures = [path.stem for path in tmp_path.glob("figure*.csv")]
-    assert pictures and all((tmp_path / f"{stem}.{ending}").exists() for stem in pictures for ending in ("png", "svg"))
-    assert (tmp_path / "figure_table.md").read_text().startswith("| task |")
+    (results / "runs.json").unlink()  # as if nobody had looked on when the runs ended
+    assert start(runs, f"{options} --total-timesteps {total}", settings) == 0
+    assert f"0 of {2 * len(methods)} runs to do" in capsys.readouterr().out
+    assert len(common.read_records(results)) == 2 * len(methods)
+
+
+def start_as_user(folder, **options):
+    """The runner as a program, with a run that has begun."""
+    settings = "--scripts bdpg_mujoco.py --envs Pendulum-v1 --seeds 1 --workers 1 --total-timesteps 300000"
+    command = [sys.executable, ROOT / "benchmark" / "run.py", *settings.split(), "--run-dir", folder, "--set", *TINY]
+    process = subprocess.Popen(command, text=True, start_new_session=True, **options)
+    while not any("step " in path.read_text() for path in folder.rglob("log.txt")):
+        assert process.poll() is None
+        time.sleep(0.1)
+    return process
 
 
 def test_ctrl_c_in_a_terminal_reaches_the_script_once(tmp_path):
-    """As the terminal does it: SIGINT for the whole process group. A second SIGINT would stop the script before it saves."""
-    options = "--scripts bdpg_mujoco.py --envs Pendulum-v1 --seeds 1 --workers 1 --total-timesteps 300000"
-    command = [sys.executable, str(ROOT / "benchmark" / "run.py"), *options.split(), "--run-dir", str(tmp_path), "--set", *TINY]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    while not any("step " in path.read_text() for path in tmp_path.rglob("log.txt")):
-        assert process.poll() is None
-        time.sleep(0.1)
+    """As the terminal does it: SIGINT for the whole process group. A second one would stop the script before it saves."""
+    process = start_as_user(tmp_path, stdout=subprocess.PIPE)
     os.killpg(process.pid, signal.SIGINT)
     out, _ = process.communicate()
     assert process.returncode == 130 and "stopped: bdpg_mujoco Pendulum-v1 seed 1" in out and "to go on: python" in out
     assert len(list(tmp_path.rglob("checkpoint-*.pt"))) == 1
+
+
+def test_a_closed_terminal_leaves_no_training_behind(tmp_path):
+    terminal, end = pty.openpty()
+    process = start_as_user(tmp_path, stdin=end, stdout=end, stderr=end)
+    os.close(end)
+    os.close(terminal)  # all that is printed from now on fails
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 128 + signal.SIGHUP
+    (log,) = tmp_path.rglob("log.txt")
+    with open(log) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which the training would still hold
+    assert "stopped early" in log.read_text() and len(list(tmp_path.rglob("checkpoint-*.pt"))) == 1
+
+
+def test_an_error_of_the_runner_itself_stops_the_training_first(tmp_path, forked, monkeypatch):
+    def broken(text, end=None):
+        raise RuntimeError("the runner is broken")
+
+    monkeypatch.setattr(run, "say", broken)
+    interrupt_when(monkeypatch, lambda: any("step " in path.read_text() for path in tmp_path.rglob("log.txt")))
+    options = "--scripts bdpg_mujoco.py --envs ShortPendulum-v0 --seeds 1 --total-timesteps 100000000"
+    with pytest.raises(RuntimeError, match="the runner is broken"):
+        start(tmp_path, options)
+    assert len(list(tmp_path.rglob("checkpoint-*.pt"))) == 1 and ForkedProcess.started[-1].poll() == 143
 
 
 # --- plans ---
@@ -218,14 +249,15 @@ GRID = itertools.product([1, 8, 32, 128, 256], [1.0, 10.0, 100.0, np.inf], [0.01
     [
         (
             "atari-figure",
-            [("bdpg_atari", {"eta": 0.1}), ("bdpg_atari", {"eta": 0.0}), ("ppo_wgan_atari", {}), ("ppo_qr_atari", {})],
+            [("bdpg_atari", {"eta": 0.1}), ("bdpg_atari", {"eta": 0.0})]
+            + [(f"{name}_atari", {}) for name in ("ppo_wgan", "ppo_qr", "ppo")],
             [f"{game}NoFrameskip-v4" for game in ATARI_GAMES],
             5,
             10_000_000,
         ),
         (
             "mujoco-figure",
-            [("bdpg_mujoco", {"eta": 0.0}), ("ppo_wgan_mujoco", {})],
+            [("bdpg_mujoco", {"eta": 0.0})] + [(f"{name}_mujoco", {}) for name in ("ppo_wgan", "ppo_qr", "ppo")],
             [f"{task}-v5" for task in MUJOCO_TASKS],
             5,
             1_000_000,
@@ -257,30 +289,55 @@ def test_presets_are_the_experiments_of_the_paper(preset, methods, envs, seeds, 
 
 
 def test_a_preset_with_more_values_goes_on_with_what_is_there(tmp_path):
-    few, more = (
-        {
-            item.folder
-            for item in run.plan(run.Args(preset="ablation", set=("u-bar=10", "bootstrap-length=1", etas), run_dir=tmp_path))
-        }
-        for etas in ("eta=0.1", "eta=0.1,1")
-    )
+    def folders(etas):
+        args = run.Args(preset="ablation", set=("u-bar=10", "bootstrap-length=1", etas), run_dir=tmp_path)
+        return {item.folder for item in run.plan(args)}
+
+    few, more = folders("eta=0.1"), folders("eta=0.1,1")
     assert len(few) == 2 and len(more) == 4 and few < more
+
+
+def test_the_same_value_in_two_spellings_is_one_run(tmp_path):
+    settings = ("eta=0.1,0.10,1e-1,0.2", "u-bar=10,1e1", "anneal-lr=False,false")
+    args = dict(scripts=("bdpg_mujoco.py",), envs=("Pendulum-v1", "Pendulum-v1"), seeds=(1, 1), run_dir=tmp_path)
+    runs = run.plan(run.Args(set=settings, **args))
+    assert [item.method for item in runs] == ["bdpg_mujoco_eta=0.1", "bdpg_mujoco_eta=0.2"]
+
+
+def test_a_run_is_resumed_with_its_folder_its_steps_and_its_device_alone(tmp_path, mujoco):
+    args = run.Args(scripts=("bdpg_mujoco.py",), envs=("Pendulum-v1",), seeds=(7,), set=("cuda=False", "eta=0.3"))
+    (item,) = run.plan(dataclasses.replace(args, run_dir=tmp_path, total_timesteps=8192))
+    assert tyro.cli(mujoco.Args, args=item.command()[2:]).eta == 0.3
+    (item.folder / "NAME").mkdir(parents=True)
+    (item.folder / "NAME" / "checkpoint-000000004096.pt").touch()
+    resume = ["--resume", str(item.folder / "NAME"), "--total-timesteps", "8192", "--no-cuda"]
+    assert item.command()[2:] == resume and item.command()[1] == str(ROOT / "bdpg_mujoco.py")
 
 
 def test_runs_go_seed_by_seed_so_that_what_is_stopped_early_can_be_compared(tmp_path):
     args = run.Args(preset="mujoco-figure", envs=("Swimmer-v5", "Hopper-v5"), seeds=(2, 1), run_dir=tmp_path)
     order = [(item.seed, item.env_id, item.method) for item in run.plan(args)]
-    assert order == list(itertools.product((2, 1), ("Swimmer-v5", "Hopper-v5"), ("bdpg-naive", "ppo-wgan")))
+    assert order == list(
+        itertools.product((2, 1), ("Swimmer-v5", "Hopper-v5"), ("bdpg-naive", "ppo-wgan", "ppo-qr", "ppo"))
+    )
 
 
 def test_all_combinations_are_run_with_their_arguments(mujoco, tmp_path):
     settings = ("eta=0,0.1", "u_bar=10,inf", "anneal-lr=false")
     args = run.Args(scripts=("bdpg_mujoco.py",), envs=("Pendulum-v1",), seeds=(7,), set=settings, run_dir=tmp_path)
     runs = run.plan(args)
-    assert [item.method for item in runs] == [f"bdpg_mujoco_eta={eta}_u-bar={cap}" for eta in ("0", "0.1") for cap in ("10", "inf")]
+    assert [item.method for item in runs] == [
+        f"bdpg_mujoco_eta={eta}_u-bar={cap}" for eta in ("0", "0.1") for cap in ("10", "inf")
+    ]
     for item, (eta, cap) in zip(runs, itertools.product((0, 0.1), (10, np.inf)), strict=True):
         parsed = tyro.cli(mujoco.Args, args=item.command()[2:])
-        assert (parsed.eta, parsed.u_bar, parsed.anneal_lr, parsed.seed, parsed.env_id) == (eta, cap, False, 7, "Pendulum-v1")
+        assert (parsed.eta, parsed.u_bar, parsed.anneal_lr, parsed.seed, parsed.env_id) == (
+            eta,
+            cap,
+            False,
+            7,
+            "Pendulum-v1",
+        )
         assert item.steps == 244 * 16 * 256  # whole batches of a million steps
 
 
@@ -310,11 +367,11 @@ def test_estimate_is_steps_over_speed_and_workers(capsys, tmp_path, monkeypatch)
         ("--scripts bdpg_mujuco.py --envs Hopper-v5", "did you mean bdpg_mujoco.py?"),
         ("--scripts bdpg_mujoco.py --envs Hoper-v5", "did you mean Hopper-v5?"),
         ("--preset atari-figure --envs BreakotNoFrameskip-v4", "did you mean BreakoutNoFrameskip-v4?"),
-        ("--preset atari-figure --envs Hopper-v5", "not an Atari game"),
+        ("--preset atari-figure --envs Hopper-v5", "is no Atari game"),
         ("--scripts bdpg_mujoco.py --envs Hopper-v5 --set etaa=1", "did you mean eta?"),
         ("--preset mujoco-figure --set u-bar=10", "no argument of ppo_wgan_mujoco.py 'u-bar'"),
         ("--scripts bdpg_mujoco.py --envs Hopper-v5 --set eta=much", "does not take eta=much"),
-        ("--scripts bdpg_mujoco.py --envs Hopper-v5 --set eta=0.1,-1", "--eta must be"),
+        ("--scripts bdpg_mujoco.py --envs Hopper-v5 --set eta=0.1,-1", "--eta must lie"),
         ("--scripts bdpg_mujoco.py --envs Hopper-v5 --set eta", "NAME=VALUE"),
         ("--scripts bdpg_mujoco.py --envs Hopper-v5 --set eta=0 eta=1", "eta=VALUE,VALUE"),
         ("--scripts ppo_wgan_mujoco.py --envs Hopper-v5 --set zzz=1", "there are: env-id, "),
@@ -382,7 +439,13 @@ def test_a_folder_that_cannot_be_made_fails_its_run_alone(tmp_path, forked, caps
     (tmp_path / "runs" / "bdpg_mujoco" / "Pendulum-v1" / "seed-1").write_text("a file where the folder should be")
     code = start(tmp_path / "runs", "--scripts bdpg_mujoco.py --envs Pendulum-v1 --seeds 1 2 --total-timesteps 64")
     out, err = capsys.readouterr()
-    assert code == 1 and "1 of 2 runs are finished" in out and "seed 1: " in err and "seed-1" in err and "Traceback" not in err
+    assert (
+        code == 1
+        and "1 of 2 runs are finished" in out
+        and "seed 1: " in err
+        and "seed-1" in err
+        and "Traceback" not in err
+    )
 
 
 def test_a_run_that_another_process_is_at_is_left_alone(tmp_path, forked, capsys):
@@ -486,7 +549,9 @@ def test_grid_runs_as_jobs_of_submitit(tmp_path, monkeypatch, capsys):
 
 @needs_submitit
 def test_a_job_whose_time_is_up_saves_and_hands_in_the_rest(tmp_path, forked, monkeypatch):
-    args = run.Args(scripts=("bdpg_mujoco.py",), envs=("ShortPendulum-v0",), seeds=(1,), set=tuple(TINY), run_dir=tmp_path)
+    args = run.Args(
+        scripts=("bdpg_mujoco.py",), envs=("ShortPendulum-v0",), seeds=(1,), set=tuple(TINY), run_dir=tmp_path
+    )
     (item,) = run.plan(args)
     job = run.TrainingJob(item, threads=1).start()
     while "step " not in item.log_tail():
@@ -500,29 +565,126 @@ def test_a_job_whose_time_is_up_saves_and_hands_in_the_rest(tmp_path, forked, mo
     assert len(list(tmp_path.rglob("run.json"))) == 1
 
 
-# --- the plotter ---
+# --- results ---
 
 
-def write_run(folder, scores, script="bdpg_atari.py", env_id="BreakoutNoFrameskip-v4", seed=1, interval=1, also=(), **args):
-    """A folder as the scripts leave it, with an averaged score every 1,000 steps, and also such (tag, value, step)."""
+def write_run(folder, episodes, script="bdpg_mujoco.py", env_id="Hopper-v5", seed=1, also=(), steps=None, **args):
+    """A folder as the scripts leave it, with such (step, return) of episodes and such (tag, value, step); iterations are
+    of 1,000 steps."""
     folder = folder / f"{env_id}__{script}__{seed}__{'-'.join(map(str, args.values()))}"
     folder.mkdir(parents=True)
-    sizes = {"score_interval": interval, "num_envs": 10, "num_steps": 100, "bootstrap_length": None}
-    record = {"script": script, "args": sizes | {"env_id": env_id, "seed": seed, "run_dir": str(folder)} | args}
+    args = {"num_envs": 10, "num_steps": 100, "bootstrap_length": None, "env_id": env_id, "seed": seed} | args
+    record = {"script": script, "args": args | {"run_dir": str(folder)}, "command": "python", "git": "abcdef0123"}
+    record["versions"] = {"torch": "2.13.0", "mujoco": "4.0.0", "tqdm": "4.70.1"}
     (folder / "run.json").write_text(json.dumps(record))
     with SummaryWriter(folder, purge_step=1) as writer:
-        for index, score in enumerate(scores):
-            writer.add_scalar("charts/averaged_score", score, 1000 * (index + 1))
-        for scalar in also:
+        for step, value in episodes:
+            writer.add_scalar("charts/episodic_return", value, step)
+        for scalar in (*also, ("charts/learning_rate", 0.0, steps or episodes[-1][0])):
             writer.add_scalar(*scalar)
     return folder
 
 
-def brute_force_iqm(scores):
-    scores = sorted(scores)
-    quarter = int(len(scores) * 0.25)
-    middle = scores[quarter:-quarter] if quarter else scores
-    return sum(middle) / len(middle)
+def every_1000(scores):
+    return [(1000 * (index + 1), score) for index, score in enumerate(scores)]
+
+
+@pytest.mark.parametrize("script, bin_steps", [("ppo_mujoco.py", 1000), ("ppo_atari.py", 20_000)])
+def test_a_run_in_short_has_a_row_for_each_quarter_of_the_papers_interval(tmp_path, script, bin_steps):
+    rng = np.random.default_rng(0)
+    ends = np.sort(rng.integers(1, 5 * bin_steps, 300) // 10 * 10 + 10)
+    ends = ends[(ends <= 2 * bin_steps) | (ends > 3 * bin_steps)]  # nothing ends in the third
+    episodes = [
+        (int(step), float(np.float32(value))) for step, value in zip(ends, rng.normal(size=len(ends)), strict=True)
+    ]
+    also = [("return_model/coverage_80", step / bin_steps, step) for step in range(1000, 5 * bin_steps + 1, 1000)]
+    also += [("losses/policy", 1.0, 1000), ("return_model/explained_variance", 0.5, 1000)]
+    folder = write_run(tmp_path, episodes, script, also=also, steps=5 * bin_steps)
+    table = common.read_run(folder).table
+    assert [*table] == ["step", "episodes", "return", "coverage_80", "explained_variance"]
+    assert table["step"].tolist() == [bin_steps * n for n in range(1, 6)]
+    for n in range(5):
+        within = [value for step, value in episodes if n * bin_steps < step <= (n + 1) * bin_steps]
+        assert table["episodes"][n] == len(within)
+        assert table["return"][n] == pytest.approx(np.mean(within) if within else np.nan, nan_ok=True)
+        covered = [
+            value for tag, value, step in also if "coverage" in tag and n * bin_steps < step <= (n + 1) * bin_steps
+        ]
+        assert table["coverage_80"][n] == pytest.approx(np.mean(covered))
+    assert table["explained_variance"][0] == 0.5 and np.isnan(table["explained_variance"][1:]).all()
+
+
+def test_results_say_what_it_takes_to_repeat_a_run(tmp_path):
+    values = np.random.default_rng(0).normal(500, 100, 150)
+    folder = write_run(
+        tmp_path / "runs", [(10 * n, value) for n, value in enumerate(values, start=1)], steps=2500, eta=0.1
+    )
+    torch.save({"seconds": 123.456}, folder / "checkpoint-000000002500.pt")
+    for name in ("Hopper-v5/bdpg_seed1", "Hopper-v5/again_seed1"):
+        common.keep_result(common.read_run(folder), tmp_path / "results", name)
+    records = json.loads((tmp_path / "results" / "runs.json").read_text())
+    assert [*records] == ["Hopper-v5/again_seed1", "Hopper-v5/bdpg_seed1"]
+    record = records["Hopper-v5/bdpg_seed1"]
+    assert record["args"] == json.loads((folder / "run.json").read_text())["args"] and record["git"] == "abcdef0123"
+    assert record["versions"] == {"torch": "2.13.0", "mujoco": "4.0.0"} and record["command"] == "python"
+    assert (record["steps"], record["episodes"], record["seconds"]) == (2500, 150, 123.5)
+    assert record["score"] == pytest.approx(values[-100:].mean())
+    again, _ = common.read_results(tmp_path / "results")
+    for name, column in common.read_run(folder).table.items():
+        np.testing.assert_allclose(again.table[name], column, rtol=1e-5)
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_result_is_written_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "runs", every_1000([1.0, 2.0]))
+    common.keep_result(common.read_run(folder), tmp_path, "Hopper-v5/bdpg_seed1")
+    before = {path: path.read_text() for path in tmp_path.glob("**/*.[cj]s*")}
+
+    def full_disk(path, text):
+        with open(path, "w") as file:
+            file.write(text[: len(text) // 2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        common.keep_result(common.read_run(folder), tmp_path, "Hopper-v5/bdpg_seed1")
+    assert {path: path.read_text() for path in before} == before
+
+
+def test_results_of_another_experiment_are_not_overwritten(tmp_path, forked, capsys):
+    options = "--scripts bdpg_mujoco.py --envs ShortPendulum-v0 --seeds 1 --total-timesteps"
+    assert start(tmp_path / "first" / "name", f"{options} 96") == 0
+    kept = {path: path.read_text() for path in Path("results", "name").rglob("*.*")}
+    assert len(kept) == 2
+    for steps, settings, words in ((96, ["gamma=0.9"], "gamma was 0.99"), (64, [], "is a longer run")):
+        with pytest.raises(SystemExit, match="2"):
+            start(tmp_path / "second" / "name", f"{options} {steps}", settings)
+        assert words in capsys.readouterr().err
+    assert {path: path.read_text() for path in Path("results", "name").rglob("*.*")} == kept
+    Path("results", "name", "runs.json").write_text("{")
+    with pytest.raises(SystemExit, match="2"):
+        start(tmp_path / "first" / "name", f"{options} 96")
+    assert "runs.json is damaged" in capsys.readouterr().err
+
+
+def test_a_result_that_cannot_be_kept_is_a_failure_and_is_kept_the_next_time(tmp_path, forked, monkeypatch, capsys):
+    options, keep_result = (
+        "--scripts bdpg_mujoco.py --envs ShortPendulum-v0 --seeds 1 --total-timesteps 96",
+        run.keep_result,
+    )
+
+    def full_disk(*given):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run, "keep_result", full_disk)
+    assert start(tmp_path / "name", options) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    monkeypatch.setattr(run, "keep_result", keep_result)
+    assert start(tmp_path / "name", options) == 0
+    assert len(list(Path("results", "name").rglob("*.csv"))) == 1
+
+
+# --- the plotter ---
 
 
 def assert_interval(low, high, outcomes):
@@ -536,18 +698,11 @@ def all_resamples(scores):
     return list(itertools.product(scores, repeat=len(scores)))
 
 
-@pytest.mark.parametrize("n", range(1, 14))
-def test_iqm_is_the_mean_of_the_middle(n):
-    scores = np.random.default_rng(n).normal(size=(3, n)) ** 3
-    for found, row in zip(plot.iqm(scores), scores, strict=True):
-        assert found == pytest.approx(brute_force_iqm(row))
-
-
-def test_iqm_interval_is_that_of_all_resamples():
+def test_interval_of_the_mean_is_that_of_all_resamples():
     tasks = [np.array([0.1, 0.4, 2.0, 2.2]), np.array([5.0, 9.0, 7.5])]
-    outcomes = [brute_force_iqm(a + b) for a in all_resamples(tasks[0]) for b in all_resamples(tasks[1])]
-    point, low, high = plot.iqm_interval(tasks)
-    assert point == pytest.approx(brute_force_iqm([*tasks[0], *tasks[1]]))
+    outcomes = [(np.mean(a) + np.mean(b)) / 2 for a in all_resamples(tasks[0]) for b in all_resamples(tasks[1])]
+    point, low, high = plot.mean_interval(tasks)
+    assert point == pytest.approx((4.7 / 4 + 21.5 / 3) / 2)
     assert_interval(low, high, outcomes)
 
 
@@ -563,164 +718,174 @@ def test_improvement_is_the_share_of_pairs_won():
     assert_interval(low, high, [(a + b) / 2 for a in each[0] for b in each[1]])
 
 
-def test_curves_are_mean_and_standard_deviation_over_runs(tmp_path):
-    scores = {1: [1.0, 3.0, 8.0], 2: [3.0, 3.0, 1.0], 3: [5.0, 9.0, 3.0]}
-    for seed, values in scores.items():
-        write_run(tmp_path, values, seed=seed, eta=0.1)
-    write_run(tmp_path, [7.0, 7.0, 7.0, 100.0], script="ppo_qr_atari.py")
-    plotted(tmp_path, tmp_path / "figure")
-    rows = read_csv(tmp_path / "figure_averaged_score.csv")
-    assert {(row["method"], row["runs"]) for row in rows} == {("BDPG", "3"), ("PPO+QR", "1")}
-    bdpg = [row for row in rows if row["method"] == "BDPG"]
-    for row, values in ((bdpg[0], [1, 3, 5]), (bdpg[-1], [8, 1, 3])):
-        assert float(row["mean"]) == pytest.approx(np.mean(values))
-        assert float(row["std"]) == pytest.approx(np.sqrt(sum((v - np.mean(values)) ** 2 for v in values) / 2))
-    # All are compared at the step that all have reached, which is not that of the longest.
-    assert {float(row["step"]) for row in (bdpg[-1], rows[-1])} == {3000.0} and float(rows[-1]["mean"]) == 7
+def test_no_interval_where_a_task_has_a_single_run():
+    two, one = np.array([1.0, 2.0]), np.array([3.0])
+    assert np.isnan(plot.mean_interval([two, one])[1:]).all()
+    assert np.isnan(plot.improvement_interval([(two, one)])[1:]).all()
+    assert np.isfinite(plot.mean_interval([two, two])).all()
+    assert np.isfinite(plot.improvement_interval([(two, two)])).all()
 
 
-def test_all_curves_are_averaged_over_the_papers_interval(tmp_path):
-    """Of three batches; the run ends in the middle of the third interval, which does not count."""
-    values = [1.0, 2.0, 6.0, 5.0, 7.0, 0.0, 9.0]
-    also = [("losses/policy", value, 1000 * (index + 1)) for index, value in enumerate(values)]
-    also += [("charts/episodic_return", 4.0, 1500), ("charts/episodic_return", 8.0, 2900), ("charts/episodic_return", 3.0, 5900)]
-    write_run(tmp_path, [3.0, 6.0], interval=3, also=also, eta=0.1)
-    (run,) = plot.read_runs([tmp_path])
-    for tag, steps, means in (
-        ("losses/policy", [3000, 6000], [3, 4]),
-        ("charts/episodic_return", [2900, 5900], [6, 3]),
-        ("charts/averaged_score", [2000], [4.5]),  # what is there twice in an interval is averaged
-    ):
-        assert [column.tolist() for column in plot.averaged(run, tag)] == [steps, means]
-    run.end = 2500  # of a run that has not completed an interval, all counts
-    run.curves["losses/policy"] = np.array([[1000.0, 2000.0], [2.0, 4.0]])
-    assert [column.tolist() for column in plot.averaged(run, "losses/policy")] == [[2000], [3]]
+@pytest.fixture
+def pictures(monkeypatch):
+    """The figures that are drawn, instead of files."""
+    drawn = []
+    monkeypatch.setattr(plot.plt.Figure, "savefig", lambda figure, *rest, **options: drawn.append(figure))
+    monkeypatch.setattr(plot.plt, "close", lambda figure: None)
+    yield drawn
+    monkeypatch.undo()
+    plot.plt.close("all")
+
+
+@pytest.mark.parametrize("script, iterations", [("bdpg_mujoco.py", 4), ("bdpg_atari.py", 80)])
+def test_curves_are_means_over_the_papers_intervals_and_over_runs(tmp_path, pictures, script, iterations):
+    """Two and a half intervals, the last of which does not count; every episode counts alike."""
+    interval, rng = 1000 * iterations, np.random.default_rng(0)
+    episodes = {}
+    for seed in (1, 2, 3):
+        ends = np.sort(rng.choice(np.arange(10, 5 * interval // 2, 10), 200, replace=False))
+        episodes[seed] = [(int(end), float(np.float32(rng.normal()))) for end in ends]
+        write_run(tmp_path / "runs", episodes[seed], script, seed=seed, steps=5 * interval // 2, eta=0.1)
+    plotted(tmp_path / "runs", output=tmp_path)
+    (line,), (band,) = pictures[0].axes[0].lines, pictures[0].axes[0].collections
+    means = np.array(
+        [
+            [np.mean([value for step, value in of_run if n * interval < step <= (n + 1) * interval]) for n in (0, 1)]
+            for of_run in episodes.values()
+        ]
+    )
+    np.testing.assert_allclose(line.get_xdata(), [interval / 1e6, 2 * interval / 1e6])
+    np.testing.assert_allclose(line.get_ydata(), means.mean(0))
+    std = np.sqrt(((means - means.mean(0)) ** 2).sum(0) / 2)
+    corners = band.get_paths()[0].vertices[:, 1]
+    for edge in (*(means.mean(0) - std), *(means.mean(0) + std)):
+        assert np.abs(corners - edge).min() < 1e-6
+
+
+def test_a_run_shorter_than_an_interval_is_a_point(tmp_path, pictures):
+    write_run(tmp_path / "runs", [(500, 2.0), (1500, 4.0), (1600, 6.0)], eta=0.1)
+    plotted(tmp_path / "runs", output=tmp_path)
+    assert pictures[0].axes[0].lines[0].get_ydata().tolist() == [4.0]
 
 
 @pytest.mark.parametrize("number", [1, 2, 4, 7])
-def test_legend_is_as_wide_as_the_picture_at_most(number, tmp_path, monkeypatch):
+def test_legend_is_as_wide_as_the_picture_at_most(number, tmp_path, pictures):
     for cap in range(number):
-        write_run(tmp_path, [1.0, 2.0], eta=0.1, u_bar=10.0**cap)
-    pictures = []
-    monkeypatch.setattr(plot, "save", lambda figure, *rest: pictures.append(figure))
-    plotted(tmp_path, tmp_path / "figure")
-    figure = pictures[0]
+        write_run(tmp_path, every_1000([1.0, 2.0]), eta=0.1, u_bar=10.0**cap)
+    plotted(tmp_path, output=tmp_path)
+    (figure,) = pictures
     figure.draw_without_rendering()
     (legend,), box = figure.legends, figure.legends[0].get_window_extent()
     assert len(legend.get_texts()) == number and 0 <= box.x0 and box.x1 <= figure.bbox.x1 and 0 <= box.y0
     assert box.y1 <= figure.axes[0].get_tightbbox().y0 and len(figure.axes[0].lines) == number
 
 
-def test_too_many_methods_for_a_picture_are_refused(tmp_path, capsys):
+def test_too_many_methods_for_a_picture_have_tables_alone(tmp_path, capsys):
     for cap in range(plot.MOST_METHODS + 1):
-        write_run(tmp_path, [1.0, 2.0], eta=0.1, u_bar=10.0**cap)
-    with pytest.raises(SystemExit, match="2"):
-        plotted(tmp_path, tmp_path / "figure")
+        write_run(tmp_path, every_1000([1.0, 2.0]), eta=0.1, u_bar=10.0**cap)
+    _, details, *_ = plotted(tmp_path, output=tmp_path)
     assert "13 methods are more than a picture can show" in capsys.readouterr().err
-    plotted(tmp_path, tmp_path / "figure", "--maps-at", "0")
-    with pytest.raises(SystemExit, match="2"):
-        plotted(tmp_path, tmp_path / "figure", "--maps-at", "0", "2000")
-    assert "has a score from step 2,000 on" in capsys.readouterr().err
-
-
-def test_scores_say_up_to_which_step_they_count(tmp_path):
-    write_run(tmp_path, [1.0, 2.0, 3.0, 4.0], eta=0.1)
-    write_run(tmp_path, [1.0, 2.0], eta=0.1, seed=2)  # a run that crashed
-    plotted(tmp_path, tmp_path / "figure")
-    (row,) = [row for row in read_csv(tmp_path / "figure_scores.csv") if row["task"] == "Breakout"]
-    assert (row["up to step"], row["mean"], row["runs"]) == ("2000", "2.0", "2")
-
-
-def test_no_interval_where_a_task_has_a_single_run():
-    two, one = np.array([1.0, 2.0]), np.array([3.0])
-    assert np.isnan(plot.iqm_interval([two, one])[1:]).all() and np.isnan(plot.improvement_interval([(two, one)])[1:]).all()
-    assert np.isfinite(plot.iqm_interval([two, two])).all() and np.isfinite(plot.improvement_interval([(two, two)])).all()
+    assert len(details) == 13 and not list(tmp_path.glob("*.png"))
 
 
 def test_the_same_runs_give_the_same_files(tmp_path):
     for seed in (1, 2):
-        write_run(tmp_path / "runs", [1.0, 2.0], eta=0.1, seed=seed)
+        write_run(tmp_path / "runs", every_1000([1.0, 2.0]), eta=0.1, seed=seed)
     for name in ("one", "two"):
-        plotted(tmp_path / "runs", tmp_path / name / "figure")
+        plotted(tmp_path / "runs", output=tmp_path / name)
     files = sorted((tmp_path / "one").iterdir())
-    assert {path.suffix for path in files} == {".png", ".svg", ".csv", ".md"}
+    assert [path.name for path in files] == ["return.png", "tables.md"]
     assert all(path.read_bytes() == (tmp_path / "two" / path.name).read_bytes() for path in files)
 
 
-def test_final_scores_are_normalised_by_human_and_random_play(tmp_path):
-    for seed, score in enumerate((30.5, 59.3)):  # a human's score, and twice as far from a random player's
-        write_run(tmp_path, [0.0] * 8 + [score - 1, score + 1], seed=seed, eta=0.0)
-        write_run(tmp_path, [0.0] * 8 + [13455.0] * 2, env_id="QbertNoFrameskip-v4", seed=seed, eta=0.0)
-    plotted(tmp_path, tmp_path / "figure", "--final", "0.2")
-    scores = {row["task"]: row for row in read_csv(tmp_path / "figure_scores.csv")}
-    assert float(scores["Breakout"]["mean"]) == pytest.approx((30.5 + 59.3) / 2)
-    assert float(scores["all games (human = 1)"]["IQM"]) == pytest.approx(1)  # the middle two of 1, 2, 1, 1
-    assert float(scores["all games (human = 1)"]["mean"]) == pytest.approx(1.25)
-    assert scores["Qbert"]["method"] == "BDPG naive" and scores["Qbert"]["runs"] == "2"
-
-
-def test_map_takes_the_best_eta_and_the_interval_after_the_step(tmp_path):
-    interval = 2  # of 1,000 steps each
-    write_run(tmp_path, [9.0, 9.0, 9.0, 0.0, 1.0, 1.0], interval=interval, bootstrap_length=1, u_bar=10.0, eta=0.1)
-    write_run(tmp_path, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], interval=interval, bootstrap_length=1, u_bar=10.0, eta=1.0)
-    write_run(tmp_path, [7.0, 7.0, 7.0], interval=interval, bootstrap_length=8, u_bar=float("inf"), eta=0.1)
-    plotted(tmp_path, tmp_path / "figure", "--maps-at", "1000", "3500")
-    rows = {(row["k"], row["from step"]): row for row in read_csv(tmp_path / "figure_ablation.csv")}
-    assert rows["1", "1000"]["best η"] == rows["1", "3500"]["best η"] == "1.0"  # better in the long run, if not at first
-    # Scores at 3,000 and 6,000 are the first of intervals that start at 1,000 and 3,500 or later.
-    assert [float(rows["1", step]["averaged score"]) for step in ("1000", "3500")] == [3.0, 6.0]
-    assert float(rows["8", "1000"]["averaged score"]) == 7 and rows["8", "3500"]["averaged score"] == ""
-
-
-def test_methods_are_named_by_what_differs(tmp_path):
-    write_run(tmp_path, [1.0], eta=0.0, u_bar=10.0)
-    for cap in (10.0, 100.0):
-        write_run(tmp_path, [1.0], eta=0.1, u_bar=cap, save_every=int(cap))
-    write_run(tmp_path, [1.0], script="ppo_wgan_atari.py")
-    assert plot.name_methods(plot.read_runs([tmp_path])) == ["BDPG naive", "BDPG, u_bar 10.0", "BDPG, u_bar 100.0", "PPO+WGAN"]
-
-
-def test_runs_of_scripts_with_other_arguments_are_told_apart(tmp_path):
-    for seed, args in enumerate(({"law_coef": 4.0}, {"law_coef": 0.0}, {}), start=1):
-        write_run(tmp_path, [1.0], seed=seed, eta=0.1, **args)
-    assert plot.name_methods(plot.read_runs([tmp_path])) == ["BDPG, law_coef 0.0", "BDPG, law_coef 4.0", "BDPG, law_coef None"]
+def test_tables_have_the_scores_of_the_last_100_episodes_beside_published_ones(tmp_path):
+    """Scores 100 and 300 of BDPG, 400 of PPO, whose first episode does not count; on Swimmer 30 and 60."""
+    for seed, score in ((1, 100.0), (2, 300.0)):
+        episodes = [(10 * n, 7777.0 if n == 1 else score) for n in range(1, 102)]
+        also = [
+            ("return_model/explained_variance", value, 1000 * (n + 1)) for n, value in enumerate([9.0] * 4 + [0.5] * 4)
+        ]
+        also += [("return_model/coverage_80", seed / 10, 8000)] if seed == 1 else []
+        write_run(tmp_path / "runs", episodes, seed=seed, also=also, steps=8000, eta=0.0)
+        write_run(tmp_path / "runs", [(10, 0.4 * score)], env_id="Swimmer-v5", seed=seed, steps=8000, eta=0.0)
+        write_run(tmp_path / "runs", [(10, 400.0)], script="ppo_mujoco.py", seed=seed, steps=8000)
+        write_run(tmp_path / "runs", [(10, 60.0)], "ppo_mujoco.py", "Swimmer-v5", seed, steps=8000)
+    beside, details, improvement = plotted(tmp_path / "runs", output=tmp_path)
+    assert beside[0] == {
+        "task": "Hopper-v5",
+        "BDPG naive": "200 ± 141",
+        "PPO": "400 ± 0",
+        "CleanRL, v4, 1M": "2383 ± 272",
+        "SB3 Zoo, v3, 1M, one run": "2410",
+        "Tianshou, best within 1M": "2609",
+    }
+    rows = {(row["task"], row["method"]): row for row in details}
+    hopper = rows["Hopper-v5", "BDPG naive"]
+    assert (hopper["runs"], hopper["mean"], hopper["std"], hopper["single runs"]) == ("2", "200", "141", "100, 300")
+    assert (hopper["95 % from"], hopper["to"], hopper["explained variance"]) == ("100", "300", "0.5")
+    assert hopper["coverage of 80 %"] == "" == rows["Hopper-v5", "PPO"]["coverage of 80 %"]  # seed 2 has logged none
+    # 200 / 400 and 80 / 60, and their mean
+    assert rows["2 tasks (PPO: 1)", "BDPG naive"]["mean"] == f"{(0.5 + 4 / 3) / 2:.3g}"
+    assert improvement == [dict(zip(improvement[0], ["BDPG naive > PPO", "2", "0.25", "0", "0.5"], strict=True))]
 
 
 def test_a_single_run_has_no_interval(tmp_path):
-    write_run(tmp_path, [1.0, 2.0], eta=0.1)
-    write_run(tmp_path, [3.0, 4.0], script="ppo_qr_atari.py")
-    plotted(tmp_path, tmp_path / "figure.v1")
-    for row in read_csv(tmp_path / "figure.v1_scores.csv"):
-        assert float(row["mean"]) == float(row["IQM"]) > 0 and row["std"] == row["95 % from"] == row["to"] == ""
-    assert "| PPO+QR > BDPG" not in (text := (tmp_path / "figure.v1_table.md").read_text())
-    assert "| BDPG > PPO+QR | 1 | 0 |  |  |" in text and "nan" not in text
+    write_run(tmp_path / "runs", every_1000([2.0]), eta=0.1)
+    write_run(tmp_path / "runs", every_1000([4.0]), script="ppo_qr_mujoco.py")
+    _, details, improvement = plotted(tmp_path / "runs", output=tmp_path)
+    for row in details:
+        assert float(row["mean"]) > 0 and row["std"] == row["95 % from"] == row["to"] == ""
+    assert [*improvement[0].values()] == ["BDPG > PPO+QR", "1", "0", "", ""]
+    assert "nan" not in (tmp_path / "tables.md").read_text()
 
 
-def test_a_method_keeps_its_colour_and_place_where_tasks_lack_others(tmp_path, monkeypatch):
-    write_run(tmp_path, [1.0, 2.0], script="ppo_wgan_atari.py")  # on Breakout, the first panel, it is alone
-    for eta in (0.1, 0.0):
-        write_run(tmp_path, [1.0, 2.0], env_id="FreewayNoFrameskip-v4", eta=eta)
-    pictures = []
-    monkeypatch.setattr(plot, "save", lambda figure, *rest: pictures.append(figure))
-    plotted(tmp_path, tmp_path / "figure")
-    curves, scores = pictures[:2]
-    (legend,) = curves.legends
-    methods = [text.get_text() for text in legend.get_texts()]
-    assert methods == ["BDPG", "BDPG naive", "PPO+WGAN"] == [label.get_text() for label in scores.axes[0].get_yticklabels()]
-    of_curves = {line.get_label(): line.get_color() for axis in curves.axes for line in axis.lines}
-    points = [line for axis in scores.axes for line in axis.lines if line.get_marker() == "o"]
-    assert len(points) == 3 and of_curves == {methods[int(point.get_ydata()[0])]: point.get_color() for point in points}
+def test_runs_that_end_early_are_named_and_left_out(tmp_path, capsys):
+    write_run(tmp_path / "runs", every_1000([1.0, 2.0, 3.0, 4.0]), eta=0.1)
+    crashed = write_run(tmp_path / "runs", every_1000([10.0, 20.0]), eta=0.1, seed=2)
+    _, (row,) = plotted(tmp_path / "runs", output=tmp_path)
+    assert (row["mean"], row["runs"]) == ("2.5", "1")
+    assert f"skipped {crashed}: it ends at step 2,000, others of Hopper-v5 at 4,000" in capsys.readouterr().err
+
+
+def test_methods_are_named_by_what_differs(tmp_path):
+    write_run(tmp_path, every_1000([1.0]), eta=0.0, u_bar=10.0)
+    for cap in (10.0, 100.0):
+        write_run(tmp_path, every_1000([1.0]), eta=0.1, u_bar=cap, save_every=int(cap))
+    write_run(tmp_path, every_1000([1.0]), script="ppo_mujoco.py")
+    write_run(tmp_path, every_1000([1.0]), script="ppo_wgan_mujoco.py")
+    names = ["BDPG naive", "BDPG, u_bar 10.0", "BDPG, u_bar 100.0", "PPO+WGAN", "PPO"]
+    assert plot.name_methods(plot.read_runs([tmp_path])) == names
+
+
+def test_runs_of_scripts_with_other_arguments_are_told_apart(tmp_path):
+    for seed, args in enumerate(({"energy_coef": 4.0}, {"energy_coef": 0.0}, {}), start=1):
+        write_run(tmp_path, every_1000([1.0]), seed=seed, eta=0.1, **args)
+    names = ["BDPG, energy_coef 0.0", "BDPG, energy_coef 4.0", "BDPG, energy_coef None"]
+    assert plot.name_methods(plot.read_runs([tmp_path])) == names
+
+
+def test_a_method_keeps_its_colour_where_tasks_lack_others(tmp_path, pictures):
+    write_run(tmp_path, every_1000([1.0, 2.0]), script="ppo_wgan_mujoco.py")  # on Hopper, the first panel, it is alone
+    for script, eta in (("bdpg_mujoco.py", 0.1), ("bdpg_mujoco.py", 0.0), ("ppo_wgan_mujoco.py", None)):
+        write_run(tmp_path, every_1000([1.0, 2.0]), script, "Swimmer-v5", eta=eta)
+    plotted(tmp_path, output=tmp_path)
+    (legend,) = pictures[0].legends
+    assert [text.get_text() for text in legend.get_texts()] == ["BDPG", "BDPG naive", "PPO+WGAN"]
+    colours = {
+        (line.get_label(), line.get_color(), line.get_linestyle()) for axis in pictures[0].axes for line in axis.lines
+    }
+    assert len(colours) == 3
 
 
 def test_methods_without_a_common_task_are_not_compared(tmp_path):
-    write_run(tmp_path, [1.0], env_id="FreewayNoFrameskip-v4", eta=0.1)
-    write_run(tmp_path, [1.0], script="ppo_qr_atari.py")
-    plotted(tmp_path, tmp_path / "figure")
-    assert not (tmp_path / "figure_improvement.png").exists()
+    write_run(tmp_path / "runs", every_1000([1.0]), env_id="Swimmer-v5", eta=0.1)
+    write_run(tmp_path / "runs", every_1000([1.0]), script="ppo_qr_mujoco.py")
+    assert len(plotted(tmp_path / "runs", output=tmp_path)) == 2
 
 
 def test_broken_logs_are_named_and_skipped(tmp_path, capsys):
-    whole, cut, empty, *damaged = (write_run(tmp_path, [1.0, 2.0, 3.0], seed=seed, eta=0.1) for seed in range(7))
+    episodes = every_1000([1.0, 2.0, 3.0])
+    whole, cut, empty, *damaged = (write_run(tmp_path, episodes, seed=seed, eta=0.1, steps=2000) for seed in range(7))
     (events,) = cut.glob("events*")
     events.write_bytes(events.read_bytes()[:-5])
     next(empty.glob("events*")).write_bytes(b"")
@@ -729,121 +894,67 @@ def test_broken_logs_are_named_and_skipped(tmp_path, capsys):
         (folder / "run.json").write_text(text)
     (tmp_path / "text" / "deep").mkdir(parents=True)
     runs = plot.read_runs([tmp_path])
-    assert {item.folder: item.curves[plot.SCORE].tolist() for item in runs} == {
-        whole: [[1000, 2000, 3000], [1, 2, 3]],
-        cut: [[1000, 2000], [1, 2]],
-    }
+    assert {item.folder: item.record["score"] for item in runs} == {whole: 2.0, cut: 2.0}
     err = capsys.readouterr().err
     assert f"skipped the end of {events}" in err and all(f"skipped {folder}" in err for folder in damaged)
-    assert f"skipped all of {empty}" in err and f"skipped {empty}" in err and str(whole) not in err
+    assert f"skipped {empty}: no episode has ended yet" in err and str(whole) not in err
 
 
 def test_a_resumed_log_replaces_what_came_after_the_checkpoint(tmp_path):
-    folder = write_run(tmp_path, [1.0, 2.0, 3.0, 4.0], eta=0.1)
+    folder = write_run(tmp_path, every_1000([1.0, 2.0, 3.0, 4.0]), eta=0.1)
     (first,) = folder.glob("events*")
     first.rename(folder / "events.out.tfevents.1000000000.host.1.0")
     with SummaryWriter(folder, purge_step=2001) as writer:
-        writer.add_scalar("charts/averaged_score", 30.0, 3000)
+        writer.add_scalar("charts/episodic_return", 30.0, 3000)
     (item,) = plot.read_runs([tmp_path])
-    assert item.curves[plot.SCORE].tolist() == [[1000, 2000, 3000], [1, 2, 30]]
+    assert item.table["return"].tolist() == [1, 2, 30] and item.record["score"] == 11
 
 
 def test_of_two_equal_runs_the_longer_counts(tmp_path, capsys):
-    short, long = write_run(tmp_path / "a", [1.0], eta=0.1), write_run(tmp_path / "b", [1.0, 2.0], eta=0.1)
+    short = write_run(tmp_path / "a", every_1000([1.0]), eta=0.1)
+    long = write_run(tmp_path / "b", every_1000([1.0, 2.0]), eta=0.1)
     (item,) = plot.read_runs([tmp_path])
-    assert item.folder == long and f"skipped {short}" in capsys.readouterr().err
-    copy = write_run(tmp_path / "c", [1.0, 2.0], eta=0.1)
+    assert item.folder == long and f"skipped {short}: the same run is in {long}" in capsys.readouterr().err
+    common.keep_result(common.read_run(long), tmp_path / "c", "Hopper-v5/bdpg_seed1")
     (item,) = plot.read_runs([tmp_path])
-    assert item.folder == long and f"skipped {copy}: the same run is in {long}" in capsys.readouterr().err
+    assert "the same run is in" in capsys.readouterr().err and item.end == 2000
 
 
-def test_kept_runs_are_small_and_give_the_same_pictures(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for seed in (1, 2):
-        after = [("losses/policy", 0.5, 3700)]  # a run may go on after its last averaged score
-        write_run(tmp_path / "runs", [1.25, seed + 0.5, 8.0], seed=seed, also=after, eta=0.1)
-    plotted(tmp_path / "runs", tmp_path / "first", "--keep", str(tmp_path / "kept"))
-    plotted(tmp_path / "kept", tmp_path / "second")
-    for name in ("averaged_score.csv", "scores.csv", "table.md"):
-        assert (tmp_path / f"first_{name}").read_text() == (tmp_path / f"second_{name}").read_text()
-    files = sorted(path for path in (tmp_path / "kept").rglob("*") if path.is_file())
-    assert [path.name for path in files] == ["curves.csv", "run.json"] * 2
-    assert json.loads(files[1].read_text())["args"]["run_dir"] == f"runs/{files[1].parent.name}"  # from here, not from the root
-    assert files[0].read_text().splitlines()[1:] == [
-        "charts/averaged_score,1000,1.25",
-        "charts/averaged_score,2000,1.5",
-        "charts/averaged_score,3000,8",
-        "end,3700,0",
-    ]
-    plotted(tmp_path / "runs", tmp_path / "again", "--tags", "losses/policy", "--keep", str(tmp_path / "kept"))
-    more = files[0].read_text().splitlines()
-    plotted(tmp_path / "runs", tmp_path / "again", "--keep", str(tmp_path / "kept"))  # takes no curve away
-    assert sorted(files[0].read_text().splitlines()) == sorted(more) and "losses/policy,3700,0.5" in more
-    with pytest.raises(SystemExit):
-        plotted(tmp_path / "kept", tmp_path / "again", "--keep", str(tmp_path / "kept"))
-    assert "holds these runs already" in capsys.readouterr().err and files[0].read_text().count("\n") == len(more)
-    files[0].write_text("".join(files[0].read_text().splitlines(keepends=True)[:3]) + "broken")
-    assert len(plot.read_curves(files[0].parent)["charts/averaged_score"][0]) == 2
-    assert f"skipped the end of {files[0]}" in capsys.readouterr().err
-    other = write_run(tmp_path / "other", [1.0], eta=0.5)
-    other.rename(tmp_path / "other" / files[0].parent.name)
-    with pytest.raises(SystemExit):
-        plotted(tmp_path / "other", tmp_path / "again", "--keep", str(tmp_path / "kept"))
-    assert "is of another run than" in capsys.readouterr().err and json.loads(files[1].read_text())["args"]["eta"] == 0.1
-    with pytest.raises(SystemExit):
-        plotted(tmp_path / "runs", tmp_path / "third", "--tags", "losses/polcy")
-    assert "no run has logged losses/polcy; did you mean losses/policy?" in capsys.readouterr().err
-
-
-def test_the_table_says_what_the_runs_were_made_with(tmp_path):
-    for seed, speed in ((1, 50.0), (3, 100.0)):
-        folder = write_run(tmp_path / "runs", [1.0, 2.0], seed=seed, also=[("charts/steps_per_second", speed, 3600)], eta=0.1)
-        record = json.loads((folder / "run.json").read_text())
-        record |= {"git": "abcdef0123", "versions": {"python": "3.11.7", "torch": "2.13.0"}}
-        (folder / "run.json").write_text(json.dumps(record))
-    plotted(tmp_path / "runs", tmp_path / "figure", "--keep", str(tmp_path / "kept"))
-    last_line = (tmp_path / "figure_table.md").read_text().splitlines()[-1]
-    # 3,600 steps at 50 and at 100 a second are 0.02 and 0.01 hours.
-    assert last_line == "2 runs, seeds 1, 3; commits abcdef0; python 3.11.7, torch 2.13.0; 0.015 hours a run, mean of 2."
-    plotted(tmp_path / "kept", tmp_path / "again")
-    assert (tmp_path / "again_table.md").read_text().endswith(f"\n{last_line}\n")
-
-
-def test_the_table_has_every_run_by_itself(tmp_path):
-    """The last tenth of 20 batches is two; the run of seed 2 has logged no coverage."""
-    steps = range(1000, 21_000, 1000)
-    explained = [("return_model/explained_variance", step / 100_000, step) for step in steps]
-    covered = [("return_model/coverage_80", 0.7 + step // 1000 % 2 / 10, step) for step in steps]
-    for seed, also in ((2, explained), (1, explained + covered)):
-        write_run(tmp_path / "runs", 18 * [1.0] + [3.0, 5.0], seed=seed, also=also, eta=0.1)
-    plotted(tmp_path / "runs", tmp_path / "figure", "--keep", str(tmp_path / "kept"))
-    text = (tmp_path / "figure_table.md").read_text()
-    assert "| task | method | seed | score | explained variance | coverage of 80 % |" in text
-    assert "| Breakout | BDPG | 1 | 4 | 0.195 | 0.75 |\n| Breakout | BDPG | 2 | 4 | 0.195 |  |\n" in text
-    plotted(tmp_path / "kept", tmp_path / "again")
-    assert (tmp_path / "again_table.md").read_text() == text
+def test_the_page_says_what_the_runs_were_made_with(tmp_path):
+    for seed, seconds in ((1, 72.0), (3, 36.0)):
+        folder = write_run(tmp_path / "runs", every_1000([1.0, 2.0]), seed=seed, eta=0.1)
+        torch.save({"seconds": seconds}, folder / "checkpoint-000000002000.pt")
+    plotted(tmp_path / "runs", output=tmp_path)
+    last_line = (tmp_path / "tables.md").read_text().splitlines()[-1]
+    made_with = "2 runs of 2,000 steps; seeds 1, 3; commits abcdef0; torch 2.13.0, mujoco 4.0.0; "
+    assert last_line == made_with + "0.015 hours a run, 0.03 together."
 
 
 @pytest.mark.parametrize("number, rows, columns", [(1, 1, 1), (4, 1, 4), (5, 2, 3), (6, 2, 3), (8, 2, 4), (9, 3, 3)])
-def test_panels_fill_their_rows(number, rows, columns):
-    figure, axes = plot.panels(number, columns=4)
-    grid = axes[0].get_gridspec()
-    assert (len(figure.axes), grid.nrows, grid.ncols) == (number, rows, columns)
-    plot.plt.close(figure)
+def test_panels_fill_their_rows(number, rows, columns, tmp_path, pictures):
+    for index in range(number):
+        write_run(tmp_path / "runs", every_1000([1.0]), env_id=f"Task{index}-v0")
+    plotted(tmp_path / "runs", output=tmp_path)
+    grid = pictures[0].axes[0].get_gridspec()
+    assert (len(pictures[0].axes), grid.nrows, grid.ncols) == (number, rows, columns)
 
 
 @pytest.mark.parametrize(
     "options, words",
     [
         (["nowhere"], "no folder"),
-        (["."], "no run with scores"),
-        ([".", "--final", "0"], "--final"),
-        ([".", "--output", "."], "such as figure."),
-        ([], "give the folder"),
+        (["empty"], "no run with scores"),
+        (["runs", "--curves", "retrun"], "no run has retrun; there are: return."),
+        (["runs", "--output", "file/below"], "cannot be made"),
+        ([], "give folders"),
     ],
 )
 def test_bad_input_of_the_plotter_is_refused(options, words, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    write_run(tmp_path / "runs", every_1000([1.0]))
     with pytest.raises(SystemExit, match="2"):
         plot.main(tyro.cli(plot.Args, args=options))
-    assert words in capsys.readouterr().err and not list(tmp_path.iterdir())
+    assert words in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.png")) and not list(tmp_path.rglob("*.md"))

@@ -1,17 +1,20 @@
-"""The benchmark of return distributions: its laws are true, its measures see what is wrong, and each critic learns."""
+"""The study of return distributions: they are true, its measures see what is wrong, and each critic learns."""
 
 import csv
 import dataclasses
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import spy
+from torch.distributions import Normal
 
-from benchmark import return_distributions as bench
 from benchmark.common import load_jobs
+from studies import return_distributions as bench
 
 PROCESSES = list(bench.PROCESSES)
 
@@ -29,7 +32,7 @@ def brute_force(process, n):
     return returns.reshape(n, -1)
 
 
-# --- the laws ---
+# --- the distributions ---
 
 
 @pytest.mark.parametrize("name", PROCESSES)
@@ -41,7 +44,7 @@ def test_laws_are_those_of_simulated_returns(name):
     std_error = returns.std(0) / process.std - 1
     assert mean_error.abs().max() < 5 / n**0.5
     assert (std_error.abs() < 5 * ((centred**4).mean(0) - 1).sqrt() / (4 * n) ** 0.5).all()
-    # Kolmogorov and Smirnov's distance, which exceeds 2.2 / sqrt(n) once in 10,000 times; just above each point, because of atoms.
+    # Kolmogorov and Smirnov's distance, which exceeds 2.2 / sqrt(n) once in 10,000 times; just above points, for atoms.
     points = process.quantiles[20::41] + 1e-4 * process.std
     found = (returns.unsqueeze(0) <= points.unsqueeze(1)).double().mean(1)
     assert (found - process.cdf(points)).abs().max() < 2.2 / n**0.5
@@ -63,17 +66,20 @@ def test_laws_of_the_conditional_process_differ():
     assert process.std.max() / process.std.min() > 5 and process.mean.max() - process.mean.min() > 2
     skews = (standard**3).mean(0)
     assert skews.min() < -1 and skews.max() > 1
-    apart = (process.quantiles.unsqueeze(1) - process.quantiles.unsqueeze(2)).abs().mean(0) + torch.eye(len(process.mean))
+    apart = (process.quantiles.unsqueeze(1) - process.quantiles.unsqueeze(2)).abs().mean(0) + torch.eye(
+        len(process.mean)
+    )
     assert (apart / process.std).min() > 0.1
     at_mean = [(standard[:, i].abs() < 0.2).double().mean() for i in range(len(process.mean))]
-    assert min(at_mean) < 0.05  # some law has a gap at its mean: two modes
+    assert min(at_mean) < 0.05  # some distribution has a gap at its mean: two modes
 
 
 @pytest.mark.parametrize("gae_lambda", [0.0, 0.5, 0.95, 1.0])
 def test_shrinkage_is_the_fixed_point_of_lambda_targets_and_not_of_sampled_ones(gae_lambda):
-    """Targets of 20,000 rollouts, bootstrapped from samples of the claimed law, have its spread again."""
+    """Targets of 20,000 rollouts, bootstrapped from samples of the claimed distribution, have its spread again."""
     process, steps = bench.PROCESSES["gaussian"], 256
-    _, rewards, dones = bench.roll_out(process, torch.zeros(20_000, dtype=torch.long), steps)
+    rewards = torch.stack([process.step(torch.zeros(20_000, dtype=torch.long))[0] for _ in range(steps)])
+    dones = torch.zeros(steps, 20_000, dtype=torch.bool)
     ends = (dones, dones, process.gamma, gae_lambda, steps)
     g = bench.shrinkage(gae_lambda) * torch.randn(steps + 1, 20_000)
     x = bench.bdpg.k_step_gae(rewards, g[:-1], g[1:], *ends) + g[:-1]
@@ -109,10 +115,14 @@ def test_measures_of_wrong_models():
     shifted = bench.measure(process.quantiles + 0.5, process)
     assert shifted["w1"] == pytest.approx([0.5]) and shifted["mean_error"] == pytest.approx([0.5])
     narrow = bench.measure(process.quantiles / 2, process)
-    assert narrow["w1"] == pytest.approx([mean_abs / 2], abs=1e-3) and narrow["std_ratio"] == pytest.approx([0.5], abs=1e-3)
+    assert narrow["w1"] == pytest.approx([mean_abs / 2], abs=1e-3) and narrow["std_ratio"] == pytest.approx(
+        [0.5], abs=1e-3
+    )
     assert narrow["coverage"] == pytest.approx([math.erf(1.2816 / 2 / math.sqrt(2))], abs=1e-3)
     collapsed = bench.measure(torch.zeros_like(process.quantiles), process)
-    assert collapsed["w1"] == pytest.approx([mean_abs], abs=1e-3) and collapsed["coverage"] == pytest.approx([0], abs=1e-5)
+    assert collapsed["w1"] == pytest.approx([mean_abs], abs=1e-3) and collapsed["coverage"] == pytest.approx(
+        [0], abs=1e-5
+    )
 
 
 def test_a_dropped_mode_is_seen():
@@ -123,13 +133,14 @@ def test_a_dropped_mode_is_seen():
 
 
 def test_inference_of_an_encoder_that_inverts_the_generator():
-    """G(z, s) = z_0 and q(z|x, s) = N(x, 0.1²) around it: known errors, and the information gain of independent x and g."""
-    agent = bench.make_agent("bdpg", bench.default_args("bdpg"))
-    model, process = agent.return_model, bench.PROCESSES["gaussian"]
+    """G(z, s) = z_0 and q(z|x, s) = N(x, 0.1²) around it: known errors, known gains of independent x and g."""
+    agent, process = untrained("bdpg"), bench.PROCESSES["gaussian"]
+    model = agent.return_model
     model.track_residuals(torch.ones(2))
-    model.prior = torch.nn.Sequential(model.prior, torch.nn.Hardshrink(2))  # the mean is 0
+    del model.prior_mean
+    model.prior_mean = lambda c: torch.zeros(len(c), 2)
     model.generate = lambda z, c: z[..., 0].expand(torch.broadcast_shapes(z.shape[:-1], c.shape[:-1]))
-    model.encode = lambda x, c: (torch.cat([x, torch.zeros_like(x)], -1), torch.tensor([0.1, 1.0]).expand(*x.shape[:-1], 2))
+    model.encode = lambda x, b, c: Normal(torch.stack([x, 0 * x], -1), torch.tensor([0.1, 1.0]).expand(*x.shape, 2))
     with torch.no_grad():
         found = bench.measure_inference(agent, process)
     assert found["reconstruction_error"] == pytest.approx(0.1, rel=0.1)
@@ -144,12 +155,36 @@ def test_inference_of_an_encoder_that_inverts_the_generator():
 # --- learning ---
 
 
+def untrained(critic):
+    space = lambda n: SimpleNamespace(shape=(n,))  # noqa: E731
+    envs = SimpleNamespace(observation_space=space(bench.NUM_FEATURES), action_space=space(1))
+    return bench.SCRIPTS[critic].Agent(envs, bench.default_args(critic))
+
+
+@pytest.mark.parametrize("critic", bench.SCRIPTS)
+def test_the_script_itself_trains_on_what_the_process_gives(critic, monkeypatch):
+    """Rewards, terminations and observations reach the targets as they are: neither normalised nor cut off."""
+    process, script = bench.PROCESSES["fork"], bench.SCRIPTS[critic]
+    stepped, gae = spy(monkeypatch, process, "step"), spy(monkeypatch, script, "k_step_gae")
+    shuffled, measured = spy(monkeypatch, torch, "randperm"), []
+    args = replace(bench.default_args(critic), num_envs=2, num_steps=32, minibatch_size=32, update_epochs=3)
+    agent = bench.train_on(process, critic, args, 12, lambda iteration, agent: measured.append((iteration, agent)))
+    assert len(stepped) == 64 and len(shuffled) == 6  # two iterations, three passes over each
+    assert measured == [(1, agent)] and not any(parameter.requires_grad for parameter in agent.parameters())
+    rewards, ended = (torch.stack([result[i] for _, result in stepped[:32]]) for i in (0, 1))
+    torch.testing.assert_close(gae[0][0][0], rewards.float())
+    assert torch.equal(gae[0][0][3], ended == bench.END) and torch.equal(gae[0][0][4], ended == bench.END)
+    assert agent.reward_stats.std == 1 and (agent.obs_stats.mean == 0).all()
+    assert torch.equal(agent.policy.log_std, torch.full((1,), args.log_std_init))  # the policy rests
+
+
 def learn(critic, name, steps, target="sr", gae_lambda=0.95):
     process = bench.PROCESSES[name]
     agent, _ = bench.train(critic, process, target, gae_lambda, seed=1, epochs=1, steps=steps)
     found = bench.measure(bench.sample_returns(agent, process), process)
     return agent, {
-        measure: torch.tensor(found[measure]) for measure in ("w1", "mean_error", "std_ratio", "coverage", "mode_errors")
+        measure: torch.tensor(found[measure])
+        for measure in ("w1", "mean_error", "std_ratio", "coverage", "mode_errors")
     }
 
 
@@ -193,7 +228,9 @@ def test_lambda_targets_shrink_the_learnt_distribution_and_sampled_ones_do_not()
 
 def test_a_bench_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys):
     done = spy(monkeypatch, bench, "run_job")
-    args = bench.Args(critics=("qr", "scalar"), processes=("uniform",), targets=("sr",), seeds=(1,), steps=160, output=tmp_path)
+    args = bench.Args(
+        critics=("qr", "scalar"), processes=("uniform",), targets=("sr",), seeds=(1,), steps=160, output=tmp_path
+    )
     bench.main(args)
     assert [job["critic"] for (job,), _ in done] == ["qr", "scalar"]
     path = tmp_path / "jobs.jsonl"
@@ -202,10 +239,10 @@ def test_a_bench_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys)
     bench.main(dataclasses.replace(args, seeds=(1, 2)))
     assert [(job["critic"], job["seed"]) for (job,), _ in done[2:]] == [("qr", 2), ("scalar", 2)]
     assert len(load_jobs(path, bench.KEYS)) == 4
-    with open(tmp_path / "return_distributions.csv") as file:
+    with open(tmp_path / "states.csv") as file:
         rows = list(csv.DictReader(file))
     assert [float(row["w1"]) for row in rows] == pytest.approx([result["w1"][0] for _, result in done], rel=1e-4)
-    assert all((tmp_path / f"return_distributions_{name}.png").exists() for name in ("density", "steps", "shrinkage"))
+    assert all((tmp_path / f"{name}.png").exists() for name in ("density", "steps", "shrinkage"))
     assert "| uniform | 1 | 0.0" in capsys.readouterr().out
     for target in re.findall(r"\]\(([^)]+)\)", (tmp_path / "tables.md").read_text()):
         assert (tmp_path / target).exists()
@@ -213,30 +250,31 @@ def test_a_bench_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys)
 
 def test_a_scalar_critic_alone_is_reported_without_densities(tmp_path, capsys):
     bench.main(
-        bench.Args(critics=("scalar",), processes=("uniform",), targets=("sr",), seeds=(1,), epochs=10, steps=160, output=tmp_path)
+        bench.Args(
+            critics=("scalar",),
+            processes=("uniform",),
+            targets=("sr",),
+            seeds=(1,),
+            epochs=10,
+            steps=160,
+            output=tmp_path,
+        )
     )
     assert "passes over a rollout: 10" in capsys.readouterr().out
-    assert not (tmp_path / "return_distributions_density.png").exists()
+    assert not (tmp_path / "density.png").exists()
 
 
-def test_results_go_into_the_page_and_nothing_else_changes(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "DOCS", tmp_path)
-    (tmp_path / "figures").mkdir()
-    page = tmp_path / "return_distributions.md"
-    page.write_text("before\n<!-- results -->\nold\n<!-- end -->\nafter\n")
+def test_with_write_the_results_of_the_repository_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "RESULTS", tmp_path)
     monkeypatch.setattr(bench.Args, "steps", 160)
-    args = bench.Args(
-        critics=("bdpg",), processes=("uniform",), targets=("sr",), seeds=(1,), steps=160, output=tmp_path, write=True
-    )
-    for _ in range(2):  # the second time from the finished job
-        bench.main(args)
-        text = page.read_text()
-        assert text.startswith("before\n<!-- results -->\n1 jobs") and text.endswith("<!-- end -->\nafter\n") and "old" not in text
-    for target in re.findall(r"\]\(([^)]+)\)", text):
-        assert (tmp_path / target).exists()
+    args = dict(critics=("bdpg",), processes=("uniform",), targets=("sr",), seeds=(1,), steps=160, write=True)
+    bench.main(bench.Args(**args))
+    text = (tmp_path / "tables.md").read_text()
+    bench.main(bench.Args(**args))  # from the finished job
+    assert text.startswith("1 jobs") and (tmp_path / "tables.md").read_text() == text
 
 
-def test_version_is_that_of_the_code_a_job_uses(tmp_path, monkeypatch):
+def test_version_is_that_of_the_code(tmp_path, monkeypatch):
     source = Path(bench.qr.__file__).read_text()
 
     def version(*change):
@@ -246,8 +284,7 @@ def test_version_is_that_of_the_code_a_job_uses(tmp_path, monkeypatch):
         return bench.version("qr")
 
     plain = version()
-    assert version("# --- losses ---", "# --- losses ---\n# a comment") == plain
-    assert version('unit=" steps"', 'unit=" frames"') == plain  # of the training loop
+    assert version("def quantile_loss(", "# a comment\ndef quantile_loss(") == plain
     assert version("def quantile_loss(", "print()\n\n\ndef quantile_loss(") != plain
     assert version("num_return_samples: int = 8", "num_return_samples: int = 9") != plain
 
@@ -257,7 +294,13 @@ def test_every_job_is_planned_once():
     assert len({tuple(job.values()) for job in jobs}) == len(jobs)
     for critic in bench.SCRIPTS:
         for process in bench.PROCESSES:
-            assert {job["seed"] for job in bench.select(jobs, critic=critic, process=process, target="sr")} == {1, 2, 3, 4, 5}
+            assert {job["seed"] for job in bench.select(jobs, critic=critic, process=process, target="sr")} == {
+                1,
+                2,
+                3,
+                4,
+                5,
+            }
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import make_agent, rollout
+from conftest import make_agent, short_args, spy
 
 
 @pytest.mark.parametrize("shape", [(), (4,)])
@@ -35,24 +35,27 @@ def test_statistics_are_saved_with_the_agent(script):
     agent.reward_stats.update(torch.randn(10))
     copy, _, _ = make_agent(script)
     copy.load_state_dict(agent.state_dict())
-    for name in ("mean", "var", "count"):
+    for name in ("mean", "var", "std", "count"):
         assert getattr(copy.reward_stats, name) == getattr(agent.reward_stats, name)
 
 
-@pytest.mark.parametrize("gamma", [0.9, 1.0])
-def test_discounted_sums_go_on_across_rollouts_and_stop_at_episode_ends(shared, gamma):
-    T, N = 30, 3
-    rewards, _, _, _, dones = rollout(T, N)
-    carried, parts = torch.zeros(N, dtype=torch.float64), []
-    for begin, end in ((0, 1), (1, 13), (13, T)):  # uneven rollouts, with borders inside episodes
-        sums, carried = shared.discounted_sums(rewards[begin:end], dones[begin:end], carried, gamma)
-        parts.append(sums)
-    for i in range(N):
-        for t in range(T):
-            earlier_ends = [s for s in range(t) if dones[s, i]]
-            start = earlier_ends[-1] + 1 if earlier_ends else 0
-            expected = sum(gamma ** (t - s) * rewards[s, i] for s in range(start, t + 1))
-            torch.testing.assert_close(torch.cat(parts)[t, i], expected)
+def test_rewards_are_scaled_by_discounted_sums_that_stop_at_episode_ends(script, tmp_path, monkeypatch, short_games):
+    """They go on from one rollout to the next; the standard deviation is that of all sums so far."""
+    steps, scaled = spy(monkeypatch, script.Environments, "step"), spy(monkeypatch, script, "k_step_gae")
+    agent = script.train(short_args(script, tmp_path, iterations=3, gamma=0.9, update_epochs=1))
+    rewards, terminations, truncations = (np.array([result[k] for _, result in steps]) for k in (1, 2, 3))
+    sums = np.zeros(rewards.shape)
+    for i in range(2):
+        start = 0
+        for t in range(len(rewards)):
+            sums[t, i] = sum(0.9 ** (t - s) * rewards[s, i] for s in range(start, t + 1))
+            start = t + 1 if terminations[t, i] or truncations[t, i] else start
+    assert rewards.any() and truncations.any() and len(sums) == 48
+    np.testing.assert_allclose(agent.reward_stats.std, np.sqrt(sums.var() + 1e-8), rtol=1e-6)
+    assert agent.reward_stats.count == sums.size
+    for n, (inputs, _) in enumerate(scaled[:: len(scaled) // 3]):
+        expected = rewards[16 * n : 16 * n + 16] / np.sqrt(sums[: 16 * n + 16].var() + 1e-8)
+        np.testing.assert_allclose(inputs[0], expected.clip(-10, 10), rtol=1e-5, atol=1e-6)
 
 
 def test_observations_are_standardised_by_what_was_seen(mujoco):

@@ -30,7 +30,8 @@ def brute_force_advantage(rewards, g, next_g, terminations, dones, gamma, gae_la
 
 
 def for_every_step(value, like):
-    return torch.tensor([[float(value(t, i)) for i in range(like.shape[1])] for t in range(len(like))], dtype=like.dtype)
+    steps, columns = like.shape
+    return torch.tensor([[float(value(t, i)) for i in range(columns)] for t in range(steps)], dtype=like.dtype)
 
 
 @pytest.mark.parametrize("k", WINDOWS)
@@ -47,14 +48,15 @@ def test_advantages_equal_the_double_loop(shared, k, gamma, gae_lambda, p_end):
 @pytest.mark.parametrize("gamma, gae_lambda", DISCOUNTS)
 def test_bellman_targets_are_the_lambda_mixture_of_n_step_targets(shared, k, gamma, gae_lambda):
     """The telescoped form needs next_g[t] = g[t+1] inside an episode, which is what a rollout has."""
-    rewards, g, next_g, terminations, dones = batch = rollout(T, N, seed=k)
-    x = shared.k_step_gae(*batch, gamma, gae_lambda, k) + g
-    expected = for_every_step(lambda t, i: lambda_target(rewards, next_g, terminations, dones, gamma, gae_lambda, k, t, i), rewards)
+    rewards, g, *rest = rollout(T, N, seed=k)
+    options = (gamma, gae_lambda, k)
+    x = shared.k_step_gae(rewards, g, *rest, *options) + g
+    expected = for_every_step(lambda t, i: lambda_target(rewards, *rest, *options, t, i), rewards)
     torch.testing.assert_close(x, expected, **close)
 
 
 def test_truncated_steps_bootstrap_and_terminated_ones_do_not(shared):
-    """By how a target answers when the return of the next state is shifted: by γ after a truncation, not after a termination."""
+    """By how a target answers to a shift of the next state's return: by γ after a truncation, not a termination."""
     rewards, g, next_g, terminations, dones = rollout(T, N, p_end=0.5)
     assert terminations.any() and (dones & ~terminations).any()
     ends = (terminations, dones, 0.9, 0.7, T)
@@ -69,7 +71,7 @@ def test_truncated_steps_bootstrap_and_terminated_ones_do_not(shared):
 @pytest.mark.parametrize("k", WINDOWS)
 @pytest.mark.parametrize("gae_lambda", [0.3, 0.9])
 def test_sampled_targets_are_n_step_targets_with_geometric_frequencies(shared, k, gae_lambda):
-    """Every draw is one of the enumerated n-step targets, each as often as its weight says; so is their mean the λ target."""
+    """Every draw is one of the enumerated n-step targets, each as often as its weight says; their mean is the λ target."""
     draws, gamma = 4000, 0.9
     rewards, g, next_g, terminations, dones = rollout(T, N, seed=k + 1)
     batch = (rewards, next_g, terminations, dones)
@@ -86,7 +88,7 @@ def test_sampled_targets_are_n_step_targets_with_geometric_frequencies(shared, k
             distance, which = (x[t, :, i, None] - targets).abs().min(1)
             assert distance.max() < 1e-12
             counts = torch.bincount(which, minlength=len(targets))
-            # 5 standard deviations of a binomial count, and half a count for rare targets: no false alarm in thousands of checks.
+            # 5 standard deviations of a binomial count, and 3 for rare targets: no false alarm in thousands of checks.
             allowed = 5 * (draws * weights * (1 - weights)).sqrt() + 3 * (weights < 1)
             assert ((counts - draws * weights).abs() <= allowed + 1e-9).all(), (t, i, counts, draws * weights)
             standard_error = x[t, :, i].std() / draws**0.5
@@ -94,7 +96,9 @@ def test_sampled_targets_are_n_step_targets_with_geometric_frequencies(shared, k
             assert abs(x[t, :, i].mean() - lambda_mean) <= 5 * standard_error + 1e-12
 
 
-@pytest.mark.parametrize("gae_lambda, k, n", [(1.0, T, T), (1.0, 4, 4), (1.0, T + 3, T), (0.0, T, 1), (0.0, 4, 1), (0.8, 1, 1)])
+@pytest.mark.parametrize(
+    "gae_lambda, k, n", [(1.0, T, T), (1.0, 4, 4), (1.0, T + 3, T), (0.0, T, 1), (0.0, 4, 1), (0.8, 1, 1)]
+)
 def test_sampled_targets_without_chance(shared, gae_lambda, k, n):
     rewards, g, next_g, terminations, dones = rollout(T, N)
     batch = (rewards, next_g, terminations, dones)
