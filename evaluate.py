@@ -5,7 +5,7 @@
     python evaluate.py runs/NAME --episodes 1 --video       # evaluation.mp4: one game, with the agent's beliefs
     python evaluate.py runs/NAME --episodes 30 --report     # evaluation.png: is the return distribution calibrated?
 
-What the numbers and pictures mean: docs/evaluate.md.
+What the numbers and pictures mean: docs/bdpg.md.
 """
 
 import importlib
@@ -362,7 +362,7 @@ def draw_report(script, agent, args, record, path, title):
     truth = look_back(script, agent, args, record)
     usable = record.counts & truth.known
     if not usable.any():
-        fail("--report needs returns that came true, but every episode was cut too early (see docs/evaluate.md).")
+        fail("--report needs returns that came true, but every episode was cut too early (see docs/bdpg.md).")
     some = torch.randperm(int(usable.sum()))[:5000]
     c, returns, x = (values[usable][some] for values in (record.embeddings[:-1], truth.returns, truth.x))
     samples = torch.cat([agent.return_model.sample(part, NUM_SAMPLES) for part in c.split(250)], 1)

@@ -11,7 +11,7 @@ from studies import return_distributions, toy_density
 TOOL = Path(toy_density.__file__)
 
 
-@pytest.mark.parametrize("critic, steps", [("bdpg", 2500), ("wgan", 2500), ("qr", toy_density.STEPS)])
+@pytest.mark.parametrize("critic, steps", [("bdpg", 1500), ("wgan", 1500), ("qr", toy_density.STEPS)])
 def test_learns_the_distributions_of_24_states(critic, steps):
     """BDPG reaches more in a full run, but a collapsed generator has W1 0.8 and coverage 0, a dead mean W1 above 1."""
     args = return_distributions.default_args(critic)

@@ -237,9 +237,10 @@ def test_losses_and_gradients_of_bdpg(bdpg, tmp_path, monkeypatch, options):
     seen.checks[MAIN] = check_main
     bdpg.train(args)
     assert len(minibatches) == 16 and len(seen.descents) == 48
-    for first in (0, 1, 2):  # z, z̃ and z', 16 x 16 x 2 standard normal draws of each
-        draws = torch.cat(noise[first::3])
-        assert draws.numel() == 512 and abs(draws.mean()) < 5 / 512**0.5 and abs(draws.std() - 1) < 5 / 1024**0.5
+    draws = [torch.cat(noise[first::3]) for first in (0, 1, 2)]  # of z, z̃ and z', 16 x 16 x 2 each
+    for one, other in zip(draws, draws[1:] + draws[:1], strict=True):  # standard normal and independent
+        assert one.numel() == 512 and abs(one.mean()) < 5 / 512**0.5 and abs(one.std() - 1) < 5 / 1024**0.5
+        assert abs((one * other).mean()) < 5 / 512**0.5
 
 
 def frozen_run(script, tmp_path, monkeypatch, **options):
