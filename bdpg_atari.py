@@ -50,7 +50,7 @@ class Args:
     total_timesteps: int = 10_000_000
     """agent steps over all environments together"""
     seed: int = 1
-    """seed of networks, sampling and environments; on a CPU, with as many threads, the run repeats bit for bit"""
+    """seed of networks, sampling and environments; on CPU, with equally many threads, runs repeat bit for bit"""
     cuda: bool = torch.cuda.is_available()
     """train on the GPU (on by default where there is one)"""
     run_dir: str = "runs"
@@ -70,7 +70,7 @@ class Args:
 
     # --- PPO ---
     num_steps: int = 128
-    """rollout length per environment (paper: 128 on Atari, 256 on MuJoCo); at least --bootstrap-length"""
+    """rollout length per environment (paper: 128 on Atari, 256 on MuJoCo); raised to --bootstrap-length if less"""
     bootstrap_length: Optional[int] = None
     """longest bootstrap k >= 1 of advantages and Bellman targets (default: the rollout length)"""
     gamma: float = 0.99
@@ -110,13 +110,13 @@ class Args:
     num_return_samples: int = 8
     """return samples averaged per state in the policy's advantage (Algorithm 1: 1); x always uses a single one"""
     relative_returns: bool = True
-    """show encoder and discriminator returns relative to their state, (x - b(s)) / w (paper: plain returns)"""
+    """encoder and discriminator see returns relative to the state, (x - b(s)) / w (paper: returns as they are)"""
     energy_coef: float = 4.0
     """weight of the energy distance between G over the prior and x, beside the paper's regression (paper: 0)"""
     r1_coef: float = 0.3
     """weight of the penalty on the discriminator's slope in (x, z) (paper: 0)"""
     encoder_std_min: float = 0.1
-    """least standard deviation of q(z|x, s) (paper: 0); it bounds the information gain"""
+    """smallest standard deviation of q(z|x, s) (paper: 0); near 0 the information gain grows without limit"""
 
 
 def fail(message):
@@ -182,9 +182,8 @@ class RunningMeanStd(nn.Module):
 
     def __init__(self, shape=()):
         super().__init__()
-        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
-        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
-        self.register_buffer("std", torch.ones(shape, dtype=torch.float64))
+        for name, value in (("mean", 0.0), ("var", 1.0), ("std", 1.0)):
+            self.register_buffer(name, torch.full(shape, value, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
     def update(self, batch):
@@ -199,8 +198,7 @@ class RunningMeanStd(nn.Module):
 def k_step_gae(rewards, g, next_g, terminations, dones, gamma, gae_lambda, k):
     """Advantages Σ_{l<k} (γλ)^l δ_{t+l} with δ_t = r_t + γ g(s_{t+1}) - g(s_t), cut at episode ends (line 10)."""
     deltas = rewards + gamma * next_g * ~terminations - g
-    advantages = torch.empty_like(deltas)
-    advantage = torch.zeros_like(deltas[0])
+    advantages, advantage = torch.empty_like(deltas), torch.zeros_like(deltas[0])
     for t in reversed(range(len(deltas))):
         advantage = deltas[t] + gamma * gae_lambda * ~dones[t] * advantage
         advantages[t] = advantage
@@ -370,7 +368,7 @@ def energy_distance(g, x_tilde, x):
 
 
 def make_optimizers(agent, args):
-    """An Adam for each loss. The main one takes all that no adversary owns: a layer that a fork adds is trained."""
+    """One Adam for each adversary, and a main one for all other parameters: a layer that a fork adds is trained."""
 
     def adam(parameters, learning_rate, betas=(0.9, 0.999)):
         group = {"params": parameters, "lr": learning_rate, "initial_lr": learning_rate}
@@ -402,13 +400,10 @@ def start_run(args, run_dir):
     """Makes the run's folder, locks it until the process ends, and writes down what it takes to repeat the run."""
     git = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(__file__).parent, capture_output=True, text=True)
     record = {"script": Path(__file__).name, "command": shlex.join(["python", *sys.argv]), "git": git.stdout.strip()}
-    record |= {"args": vars(args), "versions": {package.name: package.version for package in distributions()}}
+    record |= {"args": vars(args), "python": sys.version, "versions": {p.name: p.version for p in distributions()}}
     run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
     lock = open(run_dir / "lock", "w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        fail(f"another process is training in {run_dir}.")
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     (run_dir / "run.json").write_text(json.dumps(record, indent=2) + "\n")
     if args.track:
         import wandb
@@ -423,8 +418,8 @@ def save_checkpoint(run_dir, checkpoint):
     temporary = path.with_suffix(".tmp")
     torch.save(checkpoint, buffer := io.BytesIO())
     try:
-        with open(temporary, "wb", buffering=0) as file:
-            file.write(buffer.getbuffer())
+        temporary.write_bytes(buffer.getbuffer())
+        with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:
@@ -434,7 +429,7 @@ def save_checkpoint(run_dir, checkpoint):
 
 
 def load_checkpoint(path):
-    """The newest checkpoint of a run's folder, or the given one, if it is whole and fits this script."""
+    """The newest checkpoint of a run's folder, or the given one, if it is intact and fits this script."""
     path = max(Path(path).glob("checkpoint-*.pt"), default=Path(path))
     try:
         with zipfile.ZipFile(path) as archive:
@@ -446,20 +441,22 @@ def load_checkpoint(path):
                 raise ValueError(f"{name} cannot be {value.min()}")
         return checkpoint | {"args": Args(**checkpoint["args"])}
     except Exception as error:  # a damaged file can fail in many ways
-        fail(f"{path} is no whole checkpoint of this version of {Path(__file__).name} ({repr(error).splitlines()[0]}).")
+        fail(
+            f"{path} is no intact checkpoint of this version of {Path(__file__).name} ({repr(error).splitlines()[0]})."
+        )
 
 
 STOP_SIGNALS = []
 
 
 def request_stop(number, frame):
-    """The first signal lets the iteration end and saves; a second one ends the run at once."""
+    """The first signal lets the iteration end and saves; the same one again ends the run at once."""
     STOP_SIGNALS.append(number)
     signal.signal(number, signal.SIG_DFL)
 
 
 def say(text):
-    """Prints, and goes on if nobody listens any more: `| head` or a closed terminal does not end a run."""
+    """Prints, and goes on where nobody reads any more: neither `| head` nor a full disk may end a run here."""
     try:
         print(text, flush=True)
     except OSError:
@@ -507,7 +504,7 @@ def train(args):
         for group in (group for optimizer in optimizers.values() for group in optimizer.param_groups):
             group["lr"] = fraction_left * group["initial_lr"]
 
-        # --- rollout (lines 3-7) ---
+        # --- rollout (lines 3-5 and 7) ---
         rollout, cut_short = [], []  # cut_short: (step, environment, last observation) of truncated episodes
         embeddings = []  # Atari: which the policy needs
         for t in range(args.num_steps):
@@ -527,7 +524,7 @@ def train(args):
                 episode_returns[i] = 0
 
         # --- returns, advantages and Bellman targets (lines 6, 8-11) ---
-        # The networks did not change during the rollout, so what it needs of them but the actions is computed at once.
+        # The networks stay fixed during a rollout, so all but its actions is computed here, for all steps at once.
         rollout = (torch.stack(values).to(device) for values in zip(*rollout, strict=True))
         obs, actions, raw_rewards, terminations, truncations, reward_sums = rollout
         with torch.no_grad():
@@ -539,15 +536,15 @@ def train(args):
             if cut_short:  # a truncated step is followed by its own episode's last state, not by the next one's first
                 steps, indices, last_obs = zip(*cut_short, strict=True)
                 last_embeddings = agent.trunk(agent.observe(np.stack(last_obs), learn=False))
-            ends = (terminations, terminations | truncations, args.gamma, args.gae_lambda, k)
+            gae = (terminations, terminations | truncations, args.gamma, args.gae_lambda, k)
             # BDPG: returns and targets
             samples = model.sample(torch.cat([embeddings, agent.trunk(next_obs)[None]]), args.num_return_samples)
             samples, next_samples = samples[:, :-1], samples[:, 1:].clone()
             if cut_short:
                 next_samples[:, steps, indices] = model.sample(last_embeddings, args.num_return_samples)
             g, next_g = samples[0], next_samples[0]
-            x_lambda = k_step_gae(rewards, g, next_g, *ends) + g  # lines 10-11
-            x = sr_targets(rewards, next_g, *ends) if args.target == "sr" else x_lambda
+            x_lambda = k_step_gae(rewards, g, next_g, *gae) + g  # lines 10-11
+            x = sr_targets(rewards, next_g, *gae) if args.target == "sr" else x_lambda
             b = model.centre(embeddings)
             model.track_residuals(x - b)
 
@@ -560,18 +557,18 @@ def train(args):
             metrics["return_model/prior_mean_abs"] = model.prior_mean(embeddings[::16]).abs().mean()
             metrics["return_model/encoder_std_min"] = model.encode(some_x, b[::16], embeddings[::16]).stddev.min()
 
-            # BDPG: curiosity (lines 12-13)
+            # BDPG: curiosity (lines 12-13), from the λ-target in any case: an sr target is too noisy for it
             policy_rewards = rewards
             if args.eta > 0:
                 q_x, q_g = model.encode(x_lambda, b, embeddings), model.encode(g, b, embeddings)
                 u = kl_divergence(q_x, q_g).sum(-1).clamp(max=args.u_bar)  # Eq. 13
-                passes = max(4, iteration * args.update_epochs)  # the paper's t; log t / t falls from 3 on
+                passes = max(4, iteration * args.update_epochs)  # the paper's t, from where log t / t falls
                 eta_t = args.eta * math.sqrt(math.log(passes) / passes)
                 if iteration > 1:  # gains are measured against earlier ones, of which the first batch has none
                     policy_rewards = rewards + eta_t * ((u - agent.u_stats.mean) / agent.u_stats.std).float()  # Eq. 14
                 agent.u_stats.update(u.flatten())
                 metrics |= {"curiosity/information_gain": u.mean(), "curiosity/information_gain_p99": u.quantile(0.99)}
-            advantages = k_step_gae(policy_rewards, samples.mean(0), next_samples.mean(0), *ends)  # lines 10 and 13
+            advantages = k_step_gae(policy_rewards, samples.mean(0), next_samples.mean(0), *gae)  # lines 10 and 13
 
         # --- minibatch updates (lines 14-20) ---
         batch = [values.flatten(0, 1) for values in (obs, actions, log_probs, advantages, x)]
@@ -585,8 +582,8 @@ def train(args):
                 z_tilde = model.encode(mb_x, mb_b, s).rsample()  # line 15
                 z = model.prior(s).rsample()  # line 16
                 x_tilde = model.generate(z, s)
-                generated = torch.cat([model.relative(x_tilde, mb_b), z], -1)  # both joints of Eq. 10
-                joints = torch.stack([generated, torch.cat([model.relative(mb_x, mb_b), z_tilde], -1)])
+                x_pair, z_pair = torch.stack([x_tilde, mb_x]), torch.stack([z, z_tilde])  # generated, inferred
+                joints = torch.cat([model.relative(x_pair, mb_b), z_pair], -1)
 
                 # BDPG: discriminator (line 17, Eq. 11)
                 inputs = joints.detach().requires_grad_()
@@ -602,19 +599,15 @@ def train(args):
                 # BDPG: encoder and prior (line 18), by the same loss with the labels swapped
                 D_generated, D_inferred = model.discriminator(joints, s).squeeze(-1)
                 inference_loss = -(F.logsigmoid(-D_generated) + F.logsigmoid(D_inferred)).mean()
-                q_grad_norm = descend(optimizers["encoder and prior"], inference_loss, args.max_grad_norm)
+                q_norm = descend(optimizers["encoder and prior"], inference_loss, args.max_grad_norm)
 
                 # BDPG: generator (line 19, Eq. 12), and the energy distance
-                reconstruction, g_prime = model.generate(torch.stack([z_tilde.detach(), model.prior(s).sample()]), c)
+                reconstruction, g_new = model.generate(torch.stack([z_tilde.detach(), model.prior(s).sample()]), c)
                 generator_loss = F.mse_loss(reconstruction, mb_x)
-                energy = model.residual_scale * energy_distance(g_prime, x_tilde, mb_x)
+                energy = model.residual_scale * energy_distance(g_new, x_tilde, mb_x)  # times w: in units of x²
                 return_loss = generator_loss + args.energy_coef * energy
                 losses = {"discriminator": discriminator_loss, "discriminator_accuracy": accuracy, "energy": energy}
-                losses |= {
-                    "generator": generator_loss,
-                    "encoder_prior": inference_loss,
-                    "encoder_grad_norm": q_grad_norm,
-                }
+                losses |= {"generator": generator_loss, "encoder_prior": inference_loss, "encoder_grad_norm": q_norm}
 
                 policy = agent.policy(mb_obs, c)
                 log_prob, entropy = policy.log_prob(mb_actions), policy.entropy().mean()
@@ -639,7 +632,8 @@ def train(args):
         # --- checkpoint ---
         broken = [name for step in history for name, value in step.items() if not value.isfinite()]
         if broken:
-            fail(f"{broken[0]} is not finite in iteration {iteration}; lower learning rates may help; {resume_command}")
+            writer.close()
+            fail(f"{broken[0]} is not finite in iteration {iteration}; a new run with lower learning rates may help.")
         if iteration % args.save_every == 0 or iteration == num_iterations or STOP_SIGNALS:
             checkpoint = {
                 "agent": agent.state_dict(),
@@ -669,11 +663,14 @@ def main():
         if args != replace(saved, total_timesteps=args.total_timesteps, cuda=args.cuda):
             fail("a resumed run keeps its arguments: leave out all but --resume, --total-timesteps and --cuda.")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, request_stop)
+        if signal.getsignal(number) != signal.SIG_IGN:  # which nohup sets
+            signal.signal(number, request_stop)
     try:
         train(args)
+    except BlockingIOError:
+        fail(f"another process is training in {args.resume}.")
     except OSError as error:
-        fail(f"{error.filename or args.run_dir}: {error.strerror}; checkpoints saved before are whole.")
+        fail(f"{error}; checkpoints saved before are intact.")
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ class Args:
     total_timesteps: int = 1_000_000
     """agent steps over all environments together"""
     seed: int = 1
-    """seed of networks, sampling and environments; on a CPU, with as many threads, the run repeats bit for bit"""
+    """seed of networks, sampling and environments; on CPU, with equally many threads, runs repeat bit for bit"""
     cuda: bool = torch.cuda.is_available()
     """train on the GPU (on by default where there is one)"""
     run_dir: str = "runs"
@@ -65,7 +65,7 @@ class Args:
 
     # --- PPO ---
     num_steps: int = 256
-    """rollout length per environment (paper: 128 on Atari, 256 on MuJoCo); at least --bootstrap-length"""
+    """rollout length per environment (paper: 128 on Atari, 256 on MuJoCo); raised to --bootstrap-length if less"""
     bootstrap_length: Optional[int] = None
     """longest bootstrap k >= 1 of advantages and Bellman targets (default: the rollout length)"""
     gamma: float = 0.99
@@ -173,9 +173,8 @@ class RunningMeanStd(nn.Module):
 
     def __init__(self, shape=()):
         super().__init__()
-        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
-        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
-        self.register_buffer("std", torch.ones(shape, dtype=torch.float64))
+        for name, value in (("mean", 0.0), ("var", 1.0), ("std", 1.0)):
+            self.register_buffer(name, torch.full(shape, value, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
     def update(self, batch):
@@ -190,8 +189,7 @@ class RunningMeanStd(nn.Module):
 def k_step_gae(rewards, g, next_g, terminations, dones, gamma, gae_lambda, k):
     """Advantages Σ_{l<k} (γλ)^l δ_{t+l} with δ_t = r_t + γ g(s_{t+1}) - g(s_t), cut at episode ends (line 10)."""
     deltas = rewards + gamma * next_g * ~terminations - g
-    advantages = torch.empty_like(deltas)
-    advantage = torch.zeros_like(deltas[0])
+    advantages, advantage = torch.empty_like(deltas), torch.zeros_like(deltas[0])
     for t in reversed(range(len(deltas))):
         advantage = deltas[t] + gamma * gae_lambda * ~dones[t] * advantage
         advantages[t] = advantage
@@ -307,7 +305,7 @@ def quantile_loss(quantiles, x):
 
 
 def make_optimizers(agent, args):
-    """An Adam for each loss. The main one takes all that no adversary owns: a layer that a fork adds is trained."""
+    """One Adam for each adversary, and a main one for all other parameters: a layer that a fork adds is trained."""
 
     def adam(parameters, learning_rate, betas=(0.9, 0.999)):
         group = {"params": parameters, "lr": learning_rate, "initial_lr": learning_rate}
@@ -331,13 +329,10 @@ def start_run(args, run_dir):
     """Makes the run's folder, locks it until the process ends, and writes down what it takes to repeat the run."""
     git = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(__file__).parent, capture_output=True, text=True)
     record = {"script": Path(__file__).name, "command": shlex.join(["python", *sys.argv]), "git": git.stdout.strip()}
-    record |= {"args": vars(args), "versions": {package.name: package.version for package in distributions()}}
+    record |= {"args": vars(args), "python": sys.version, "versions": {p.name: p.version for p in distributions()}}
     run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
     lock = open(run_dir / "lock", "w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        fail(f"another process is training in {run_dir}.")
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     (run_dir / "run.json").write_text(json.dumps(record, indent=2) + "\n")
     if args.track:
         import wandb
@@ -352,8 +347,8 @@ def save_checkpoint(run_dir, checkpoint):
     temporary = path.with_suffix(".tmp")
     torch.save(checkpoint, buffer := io.BytesIO())
     try:
-        with open(temporary, "wb", buffering=0) as file:
-            file.write(buffer.getbuffer())
+        temporary.write_bytes(buffer.getbuffer())
+        with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:
@@ -363,7 +358,7 @@ def save_checkpoint(run_dir, checkpoint):
 
 
 def load_checkpoint(path):
-    """The newest checkpoint of a run's folder, or the given one, if it is whole and fits this script."""
+    """The newest checkpoint of a run's folder, or the given one, if it is intact and fits this script."""
     path = max(Path(path).glob("checkpoint-*.pt"), default=Path(path))
     try:
         with zipfile.ZipFile(path) as archive:
@@ -375,20 +370,22 @@ def load_checkpoint(path):
                 raise ValueError(f"{name} cannot be {value.min()}")
         return checkpoint | {"args": Args(**checkpoint["args"])}
     except Exception as error:  # a damaged file can fail in many ways
-        fail(f"{path} is no whole checkpoint of this version of {Path(__file__).name} ({repr(error).splitlines()[0]}).")
+        fail(
+            f"{path} is no intact checkpoint of this version of {Path(__file__).name} ({repr(error).splitlines()[0]})."
+        )
 
 
 STOP_SIGNALS = []
 
 
 def request_stop(number, frame):
-    """The first signal lets the iteration end and saves; a second one ends the run at once."""
+    """The first signal lets the iteration end and saves; the same one again ends the run at once."""
     STOP_SIGNALS.append(number)
     signal.signal(number, signal.SIG_DFL)
 
 
 def say(text):
-    """Prints, and goes on if nobody listens any more: `| head` or a closed terminal does not end a run."""
+    """Prints, and goes on where nobody reads any more: neither `| head` nor a full disk may end a run here."""
     try:
         print(text, flush=True)
     except OSError:
@@ -437,7 +434,7 @@ def train(args):
         for group in (group for optimizer in optimizers.values() for group in optimizer.param_groups):
             group["lr"] = fraction_left * group["initial_lr"]
 
-        # --- rollout (lines 3-7) ---
+        # --- rollout (lines 3-5 and 7) ---
         rollout, cut_short = [], []  # cut_short: (step, environment, last observation) of truncated episodes
         for t in range(args.num_steps):
             with torch.no_grad():
@@ -455,7 +452,7 @@ def train(args):
                 episode_returns[i] = 0
 
         # --- returns, advantages and Bellman targets (lines 6, 8-11) ---
-        # The networks did not change during the rollout, so what it needs of them but the actions is computed at once.
+        # The networks stay fixed during a rollout, so all but its actions is computed here, for all steps at once.
         rollout = (torch.stack(values).to(device) for values in zip(*rollout, strict=True))
         obs, actions, raw_rewards, terminations, truncations, reward_sums = rollout
         with torch.no_grad():
@@ -466,15 +463,15 @@ def train(args):
             if cut_short:  # a truncated step is followed by its own episode's last state, not by the next one's first
                 steps, indices, last_obs = zip(*cut_short, strict=True)
                 last_embeddings = agent.trunk(agent.observe(np.stack(last_obs), learn=False))
-            ends = (terminations, terminations | truncations, args.gamma, args.gae_lambda, k)
+            gae = (terminations, terminations | truncations, args.gamma, args.gae_lambda, k)
             # QR: returns, targets and advantages
             samples = model.sample(torch.cat([embeddings, agent.trunk(next_obs)[None]]), args.num_return_samples)
             samples, next_samples = samples[:, :-1], samples[:, 1:].clone()
             if cut_short:
                 next_samples[:, steps, indices] = model.sample(last_embeddings, args.num_return_samples)
             g, next_g = samples[0], next_samples[0]
-            x = sr_targets(rewards, next_g, *ends) if args.target == "sr" else k_step_gae(rewards, g, next_g, *ends) + g
-            advantages = k_step_gae(rewards, samples.mean(0), next_samples.mean(0), *ends)  # line 10
+            x = sr_targets(rewards, next_g, *gae) if args.target == "sr" else k_step_gae(rewards, g, next_g, *gae) + g
+            advantages = k_step_gae(rewards, samples.mean(0), next_samples.mean(0), *gae)  # line 10
 
             # QR: is the return model healthy?
             some_x, returns = x[::16], model.sample(embeddings[::16], 64)
@@ -516,7 +513,8 @@ def train(args):
         # --- checkpoint ---
         broken = [name for step in history for name, value in step.items() if not value.isfinite()]
         if broken:
-            fail(f"{broken[0]} is not finite in iteration {iteration}; lower learning rates may help; {resume_command}")
+            writer.close()
+            fail(f"{broken[0]} is not finite in iteration {iteration}; a new run with lower learning rates may help.")
         if iteration % args.save_every == 0 or iteration == num_iterations or STOP_SIGNALS:
             checkpoint = {
                 "agent": agent.state_dict(),
@@ -546,11 +544,14 @@ def main():
         if args != replace(saved, total_timesteps=args.total_timesteps, cuda=args.cuda):
             fail("a resumed run keeps its arguments: leave out all but --resume, --total-timesteps and --cuda.")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, request_stop)
+        if signal.getsignal(number) != signal.SIG_IGN:  # which nohup sets
+            signal.signal(number, request_stop)
     try:
         train(args)
+    except BlockingIOError:
+        fail(f"another process is training in {args.resume}.")
     except OSError as error:
-        fail(f"{error.filename or args.run_dir}: {error.strerror}; checkpoints saved before are whole.")
+        fail(f"{error}; checkpoints saved before are intact.")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Signals, full disks, lost readers, second writers and kill -9 of real processes: no run is lost, no file half-written.
+"""Signals, full disks, lost readers, second writers and kill -9 of real processes: nothing is lost or half-written.
 
 KILLS=20 python -m pytest tests/test_robustness.py -k kill_9     # more moments than the suite takes
 """
