@@ -94,14 +94,13 @@ def read_runs(folders):
             except (ValueError, KeyError, TypeError, AttributeError):  # no JSON, or not what the scripts write
                 note(f"skipped {path.parent}: its run.json is damaged")
     found, longest = {}, defaultdict(int)
-    for run in runs:
+    for run in sorted(runs, key=lambda run: -run.record["steps"]):
         args = run.record["args"]
-        run.task, run.seed = args["env_id"], args["seed"]
+        run.task, run.seed, run.end, run.score = args["env_id"], args["seed"], run.record["steps"], run.record["score"]
         key = (run.task, run.seed, run.record["script"], str(sorted(identity(run.record).items())))
-        run.end, run.score = run.record["steps"], run.record["score"]
         if run.score is None:
             note(f"skipped {run.folder}: no episode has ended yet")
-        elif key in found and found[key].end >= run.end:
+        elif key in found:
             note(f"skipped {run.folder}: the same run is in {found[key].folder}")
         else:
             found[key] = run
@@ -112,7 +111,7 @@ def read_runs(folders):
             del found[key]
     if not found:
         fail(f"there is no run with scores in {', '.join(map(str, folders))}.")
-    return list(found.values())
+    return sorted(found.values(), key=lambda run: (run.task, run.seed))
 
 
 def name_methods(runs):

@@ -279,7 +279,7 @@ def plan(args):
                 runs.append(Run(variant, script, env_id, seed, folder, tuple(arguments), steps, results))
                 for path in folder.glob("*/run.json"):
                     try:
-                        made = dict(json.loads(path.read_text())["args"])
+                        made = {**json.loads(path.read_text())["args"]}
                     except (OSError, ValueError, KeyError, TypeError):
                         fail(f"{path} is damaged; move its folder away or choose another --run-dir.")
                     check_unmixed(path.parent, made, vars(wanted))

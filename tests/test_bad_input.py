@@ -5,7 +5,6 @@ import importlib
 import math
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -96,7 +95,7 @@ def test_arguments_out_of_range(tmp_path, capsys, overrides, words):
 
 
 def test_every_number_is_checked(script, tmp_path, capsys):
-    """Whatever a fork adds: no float may be infinite or NaN, and but for logarithms none negative; no count may be 0."""
+    """Whatever a fork adds: floats are finite and, but for logarithms, not negative; counts are not 0."""
     good = short_args(script, tmp_path)
     script.check_args(good)
     checked = 0
@@ -330,7 +329,6 @@ def test_loss_that_is_not_finite_stops_the_run_and_loses_nothing(script, tmp_pat
     (folder,) = tmp_path.iterdir()
     assert [path.name for path in folder.glob("checkpoint-*")] == [f"checkpoint-{32:012d}.pt"]
     assert message.startswith("error: policy is not finite in iteration 2; ")
-    assert message.endswith(shlex.join(["python", sys.argv[0], "--resume", str(folder)]))
     logged = read_scalars(tmp_path)["losses/policy"]
     assert [step for step, _ in logged] == [32, 64]
     assert [math.isfinite(value) for _, value in logged] == [True, False]

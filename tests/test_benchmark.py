@@ -1,4 +1,4 @@
-"""Experiment runner, results and plotter: presets in miniature, runs that stop, fail and go on, statistics by brute force."""
+"""Runner, results and plotter: presets in miniature, runs that stop, fail and go on, statistics by brute force."""
 
 import csv
 import dataclasses
@@ -139,8 +139,8 @@ def read_csv(path):
 
 # --- presets in miniature: run, interrupt, resume, plot ---
 
-BREAKOUT = ("BreakoutNoFrameskip-v4", ["num-envs=1", "num-steps=128", "minibatch-size=128"], 16)
-MINIATURES = {  # task, settings, iterations of a run (some 2,000 steps), and the signal that stops it
+BREAKOUT = ("BreakoutNoFrameskip-v4", ["num-envs=1", "num-steps=128", "minibatch-size=128"], 8)
+MINIATURES = {  # task, settings, iterations of a run, and the signal that stops it
     "mujoco-figure": ("InvertedDoublePendulum-v5", [], 64, signal.SIGINT),
     "atari-figure": (*BREAKOUT, signal.SIGTERM),
     "ablation": (*BREAKOUT, signal.SIGHUP),
@@ -203,7 +203,7 @@ def start_as_user(folder, **options):
 
 
 def test_ctrl_c_in_a_terminal_reaches_the_script_once(tmp_path):
-    """As the terminal does it: SIGINT for the whole process group. A second one would stop the script before it saves."""
+    """As the terminal does it: SIGINT for the process group. A second one would stop the script before it saves."""
     process = start_as_user(tmp_path, stdout=subprocess.PIPE)
     os.killpg(process.pid, signal.SIGINT)
     out, _ = process.communicate()
@@ -365,8 +365,8 @@ def test_estimate_is_steps_over_speed_and_workers(capsys, tmp_path, monkeypatch)
     [
         ("--preset atary-figure", "did you mean atari-figure?"),
         ("--scripts bdpg_mujuco.py --envs Hopper-v5", "did you mean bdpg_mujoco.py?"),
-        ("--scripts bdpg_mujoco.py --envs Hoper-v5", "did you mean Hopper-v5?"),
-        ("--preset atari-figure --envs BreakotNoFrameskip-v4", "did you mean BreakoutNoFrameskip-v4?"),
+        ("--scripts bdpg_mujoco.py --envs Hoper-v5", "Did you mean: `Hopper`?"),
+        ("--preset atari-figure --envs BreakotNoFrameskip-v4", "Did you mean: `BreakoutNoFrameskip`?"),
         ("--preset atari-figure --envs Hopper-v5", "is no Atari game"),
         ("--scripts bdpg_mujoco.py --envs Hopper-v5 --set etaa=1", "did you mean eta?"),
         ("--preset mujoco-figure --set u-bar=10", "no argument of ppo_wgan_mujoco.py 'u-bar'"),
@@ -377,7 +377,7 @@ def test_estimate_is_steps_over_speed_and_workers(capsys, tmp_path, monkeypatch)
         ("--scripts ppo_wgan_mujoco.py --envs Hopper-v5 --set zzz=1", "there are: env-id, "),
         ("--scripts bdpg_mujoco.py --envs Hopper-v5 --set seed=1", "--seeds"),
         ("--scripts bdpg_mujoco.py --envs Hopper-v5 --seeds -1", "--seed must lie"),
-        ("--scripts bdpg_mujoco.py --envs Hopper-v5 --total-timesteps 0", "--total-timesteps 0 is less"),
+        ("--scripts bdpg_mujoco.py --envs Hopper-v5 --total-timesteps 0", "--total-timesteps must lie"),
         ("--scripts bdpg_mujoco.py --envs Hopper-v5 --workers 0", "--workers"),
         ("--scripts bdpg_mujoco.py --envs Hopper-v5 --executor slurm --cpus 0", "--cpus"),
         ("--preset mujoco-figure --set eta=1", "tells the methods of mujoco-figure apart"),
@@ -540,7 +540,8 @@ def test_grid_runs_as_jobs_of_submitit(tmp_path, monkeypatch, capsys):
     executor = submitit.AutoExecutor
     monkeypatch.setattr(submitit, "AutoExecutor", lambda folder, cluster, **options: executor(folder, cluster="local"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # where the job finds this module; a script takes itself along
-    options = "--scripts bdpg_mujoco.py --envs InvertedDoublePendulum-v5 --seeds 1 --total-timesteps 96 --executor slurm --cpus 1"
+    options = "--scripts bdpg_mujoco.py --envs InvertedDoublePendulum-v5 --seeds 1 --total-timesteps 96"
+    options += " --executor slurm --cpus 1"
     assert start(tmp_path, options, ["learning-rate=1e30,3e-4"]) == 1
     out, err = capsys.readouterr()
     assert "1 of 2 runs are finished" in out and "is not finite" in err
@@ -569,8 +570,8 @@ def test_a_job_whose_time_is_up_saves_and_hands_in_the_rest(tmp_path, forked, mo
 
 
 def write_run(folder, episodes, script="bdpg_mujoco.py", env_id="Hopper-v5", seed=1, also=(), steps=None, **args):
-    """A folder as the scripts leave it, with such (step, return) of episodes and such (tag, value, step); iterations are
-    of 1,000 steps."""
+    """A folder as the scripts leave it, with such (step, return) of episodes and (tag, value, step); an iteration has
+    1,000 steps."""
     folder = folder / f"{env_id}__{script}__{seed}__{'-'.join(map(str, args.values()))}"
     folder.mkdir(parents=True)
     args = {"num_envs": 10, "num_steps": 100, "bootstrap_length": None, "env_id": env_id, "seed": seed} | args

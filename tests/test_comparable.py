@@ -65,7 +65,7 @@ SHARED = {
     ),
     "comment": ("# the only trunk pass", "# one trunk pass"),
     "comment before a function": ("def say(", "# Speaks.\ndef say("),
-    "error message": ("is no whole checkpoint", "is not a whole checkpoint"),
+    "error message": ("is no intact checkpoint", "is not an intact checkpoint"),
     "indentation": ("                episode_returns[i] = 0\n", "            episode_returns[i] = 0\n"),
     "blank line": ("\n\n        # --- logging ---", "\n        # --- logging ---"),
     "removed variant's tag": ("            # VARIANT: ", "            # "),

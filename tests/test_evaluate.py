@@ -363,7 +363,7 @@ def test_one_changed_byte_is_refused(trained, name, tmp_path, capsys):
     place = content.index(weights.numpy().tobytes())
     content[place + 2] ^= 64
     file.write_bytes(content)
-    assert "no whole checkpoint" in fails(capsys, file)
+    assert "no intact checkpoint" in fails(capsys, file)
 
 
 def test_hand_edited_checkpoints(hopper, tmp_path, capsys):
@@ -375,10 +375,10 @@ def test_hand_edited_checkpoints(hopper, tmp_path, capsys):
         ({"script": "../bdpg_mujoco.py"}, "not one of the training scripts"),
         ({"script": "bdpg_mujoco.py\n"}, "not one of the training scripts"),
         ({"script": 3}, "not one of the training scripts"),
-        ({"script": "bdpg_atari.py"}, "no whole checkpoint of this version of bdpg_atari.py"),
-        ({"script": "ppo_wgan_mujoco.py"}, "no whole checkpoint of this version of ppo_wgan_mujoco.py"),
-        ({"args": args | {"warp": 9}}, "no whole checkpoint"),
-        ({"args": None}, "no whole checkpoint"),
+        ({"script": "bdpg_atari.py"}, "no intact checkpoint of this version of bdpg_atari.py"),
+        ({"script": "ppo_wgan_mujoco.py"}, "no intact checkpoint of this version of ppo_wgan_mujoco.py"),
+        ({"args": args | {"warp": 9}}, "no intact checkpoint"),
+        ({"args": None}, "no intact checkpoint"),
         ({"args": args | {"gamma": "much"}}, "does not fit"),
         ({"args": args | {"bootstrap_length": "long"}}, "does not fit"),
         ({"args": args | {"gamma": 7.0}}, "--gamma"),
@@ -390,13 +390,13 @@ def test_hand_edited_checkpoints(hopper, tmp_path, capsys):
         ({"agent": agent | {"policy.log_std": torch.zeros(9)}}, "does not fit"),
         ({"agent": agent | {"policy.log_std": torch.full((3,), float("nan"))}}, "policy.log_std cannot be nan"),
         ({"agent": agent | {"obs_stats.var": -agent["obs_stats.var"]}}, "obs_stats.var cannot be -"),
-        ({"agent": 5}, "no whole checkpoint"),
+        ({"agent": 5}, "no intact checkpoint"),
         ({"global_step": None}, "does not fit"),
     ]
     for change, expected in bad:
         torch.save(good | change, file)
         assert expected in fails(capsys, file), change
-    for key, expected in (("args", "no whole"), ("agent", "no whole"), ("global_step", "does not fit")):
+    for key, expected in (("args", "no intact"), ("agent", "no intact"), ("global_step", "does not fit")):
         torch.save({name: value for name, value in good.items() if name != key}, file)
         assert expected in fails(capsys, file), key
 

@@ -122,7 +122,6 @@ def test_second_signal_stops_at_once(tmp_path):
     assert not list(tmp_path.rglob("checkpoint-*"))
 
 
-@pytest.mark.xfail(strict=True, reason="a SIGHUP that nohup had ignored is handled again")
 def test_nohup_outlives_its_terminal(tmp_path):
     process = start(*fresh(tmp_path, *FOR_EVER, "--save-every", 1), ignored=[signal.SIGHUP])
     wait_for_checkpoint(process, tmp_path)
@@ -174,10 +173,6 @@ def test_a_lost_standard_output_never_ends_a_run(tmp_path, output):
     assert steps_of(tmp_path) == 40 * BATCH
 
 
-HALF_WRITTEN = pytest.mark.xfail(strict=True, reason="what fits on the disk of a checkpoint replaces a whole one")
-
-
-@HALF_WRITTEN
 def test_full_disk_while_a_checkpoint_is_saved(tmp_path):
     """A limit on the size of files, which sets in after the first checkpoints."""
     process = start(*fresh(tmp_path, *FOR_EVER, "--save-every", 1))
@@ -198,7 +193,6 @@ def test_full_disk_while_tensorboard_writes(tmp_path):
     assert not list(tmp_path.rglob("checkpoint-*"))
 
 
-@HALF_WRITTEN
 def test_a_disk_that_is_really_full(tmp_path):
     """One of 700 kB, in a mount namespace of its own: it holds the first checkpoints, and no more."""
     disk, after = tmp_path / "disk", tmp_path / "after"

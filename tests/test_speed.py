@@ -1,14 +1,12 @@
 """What was made fast gives the same results as the plain formulation; and the tool that measures speed measures it."""
 
 import json
-import math
+from pathlib import Path
 
-import gymnasium as gym
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import is_atari, short_args
-from torch.distributions import Independent, Normal
 
 from benchmark import speed
 
@@ -33,29 +31,18 @@ def plain_gae(rewards, g, next_g, terminations, dones, gamma, gae_lambda, k):
     return advantages
 
 
-def with_larger_epsilon(make_optimizers):
-    """Adam divides by sqrt(v) + ε: where gradients are as small as its ε of 1e-5, their rounding errors are as large as a step."""
+def other_optimizers(make_optimizers, fused):
+    """Adam divides by sqrt(v) + ε: where gradients are as small as its ε of 1e-5, their rounding errors are as large as a
+    step, so ε is larger here."""
 
     def make(agent, args):
         optimizers = make_optimizers(agent, args)
-        for group in (group for optimizer in optimizers.values() for group in optimizer.param_groups):
-            group["eps"] = 1e-3
+        for optimizer in optimizers.values():
+            for group in optimizer.param_groups:
+                group |= {"eps": 1e-3, "fused": fused, "foreach": False}
         return optimizers
 
     return make
-
-
-def plain_optimizers(make_optimizers):
-    """Each with its parameters one by one, instead of as a vector."""
-
-    def plain(agent, args):
-        optimizers = make_optimizers(agent, args)
-        for name, optimizer in optimizers.items():
-            groups = [group | {"params": group["params"][0].parts, "fused": False} for group in optimizer.param_groups]
-            optimizers[name] = torch.optim.Adam(groups, foreach=False)
-        return optimizers
-
-    return plain
 
 
 def plain_descend(optimizer, loss, max_grad_norm):
@@ -70,103 +57,157 @@ def plain_descend(optimizer, loss, max_grad_norm):
 
 
 def test_three_iterations_of_the_fast_code_equal_the_plain_ones(script, tmp_path, monkeypatch):
-    monkeypatch.setattr(script, "make_optimizers", with_larger_epsilon(script.make_optimizers))
+    make_optimizers = script.make_optimizers
+    monkeypatch.setattr(script, "make_optimizers", other_optimizers(make_optimizers, fused=True))
     fast = script.train(short_args(script, tmp_path / "fast")).state_dict()
-    monkeypatch.setattr(script, "make_optimizers", plain_optimizers(script.make_optimizers))
+    monkeypatch.setattr(script, "make_optimizers", other_optimizers(make_optimizers, fused=False))
     monkeypatch.setattr(script, "descend", plain_descend)
     monkeypatch.setattr(script, "k_step_gae", plain_gae)
     if is_atari(script):
         monkeypatch.setattr(script.Trunk, "forward", plain_trunk)
-    else:
-        monkeypatch.setattr(script, "DiagonalGaussian", lambda mean, log_std: Independent(Normal(mean, log_std.exp()), 1))
-        monkeypatch.setattr(script, "VectorEnv", gym.vector.SyncVectorEnv)
     plain = script.train(short_args(script, tmp_path / "plain")).state_dict()
     for name, value in plain.items():
-        torch.testing.assert_close(fast[name], value, rtol=1e-3, atol=5e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            fast[name], value, rtol=1e-3, atol=5e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 # --- the tool ---
 
+HOPPER, BREAKOUT = "Hopper-v5", "BreakoutNoFrameskip-v4"
+TINY = {"num_envs": "2", "num_steps": "16", "minibatch_size": "16", "update_epochs": "2"}
 
-def test_phases_of_a_run_add_up_and_operations_are_counted():
-    """The scalar critic's operations are known: 2 per weight and row forwards, 4 backwards, 2 in the first layers."""
-    sizes = dict(num_envs=2, num_steps=16, minibatch_size=16, update_epochs=2)
-    result = speed.run_script("benchmark/ppo_scalar_mujoco", "mujoco", 1, sizes)
-    seconds = result["phases"]
-    assert set(seconds) == set(speed.PHASES) and all(value > 0 for value in seconds.values())
-    assert result["steps_per_second"] == pytest.approx(32 / sum(seconds.values()))
-    first, middle, action, value = 2 * 11 * 64, 2 * 64 * 64, 3 * 64, 64  # Hopper has 11 observations and 3 actions
-    next_action = 2 * 2 * (first / 2 + middle / 2 + action)  # the count ends when the environments are stepped again
-    assert result["flops_of_update"] == 2 * 32 * (4 * first + 6 * (middle + action + value)) + next_action
+
+@pytest.mark.parametrize("method, env_id", [("ppo", HOPPER), ("bdpg", BREAKOUT)])
+def test_phases_of_an_iteration_are_those_that_the_script_goes_through(method, env_id, monkeypatch):
+    """A script whose environments take a second a step, its targets ten seconds, and a gradient step a hundred."""
+    script, now = speed.load(speed.ROOT, method, env_id), [0.0]
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: now[0])
+
+    def slow(owner, name, seconds):
+        original = getattr(owner, name)
+
+        def slowed(*given, **options):
+            now[0] += seconds
+            return original(*given, **options)
+
+        monkeypatch.setattr(owner, name, slowed)
+
+    slow(script.Environments, "step", 1.0)
+    slow(script.Agent, "observe", 0.25)  # of the rollout, apart from the last one
+    slow(script, "k_step_gae", 10.0)
+    slow(script.torch.optim.Adam, "step", 100.0)
+    result = speed.run_script(speed.ROOT, method, env_id, 2, TINY)
+    adams, gaes = (1, 1) if method == "ppo" else (3, 2)
+    # After its last step a rollout still observes; targets follow: so that is of the targets' time.
+    assert result["phases"] == {
+        "environments": 16,
+        "rest of the rollout": 15 * 0.25,
+        "returns and targets": 0.25 + 10 * gaes,
+        "update": 4 * adams * 100,
+    }
+    assert result["steps_per_second"] == 32 / sum(result["phases"].values())
     assert 100 < result["megabytes"] < 4000
 
 
-def test_environment_and_matrix_rates_are_positive():
-    assert speed.run_environment("bdpg_mujoco", "mujoco", 1, {})["steps_per_second"] > 100
-    assert 1 < speed.run_matmul(None, "mujoco", 1, {}) < 1e6
+def test_scripts_of_another_checkout_are_measured_as_they_are(tmp_path):
+    """As in versions in which environments were stepped by a function and plain PPO stood elsewhere."""
+    source = (speed.ROOT / "ppo_mujoco.py").read_text().replace("envs.step(", "step_envs(envs, ")
+    source = source.replace("class Environments:", "class EarlierEnvironments:").replace(
+        "Environments(args", "EarlierEnvironments(args"
+    )
+    source = source.replace(
+        "class Agent(", "def step_envs(envs, actions):\n    return envs.step(actions)\n\n\nclass Agent("
+    )
+    source = source.replace("self.step_envs(envs, actions", "self.envs.step(actions")
+    (tmp_path / "benchmark").mkdir()
+    (tmp_path / "benchmark" / "ppo_scalar_mujoco.py").write_text(source)
+    assert speed.find_script(tmp_path, "ppo", HOPPER) == "benchmark.ppo_scalar_mujoco"
+    assert speed.find_script(tmp_path, "bdpg", HOPPER) is speed.find_script(tmp_path, "ppo", BREAKOUT) is None
+    result = speed.in_own_process(speed.run_script, str(tmp_path), "ppo", HOPPER, 1, TINY)
+    assert all(seconds > 0 for seconds in result["phases"].values())
 
 
-def result(steps_per_second, update, flops=None):
-    phases = dict.fromkeys(speed.PHASES, 0.1) | {"update": update}
-    return {"steps_per_second": steps_per_second, "phases": phases, "flops_of_update": flops, "megabytes": 300.0}
-
-
-def test_report_has_ratios_of_the_same_round_and_the_share_of_the_peak():
-    runs = {
-        "BDPG": [result(90, 0.5, 4e9), result(30, 0.5, 4e9), result(100, 0.5, 4e9)],
-        "scalar critic": [result(100, 0.2, 1e9), result(50, 0.2, 1e9), result(200, 0.2, 1e9)],
-        "SB3": [result(50, 0.3), result(20, 0.3), result(50, 0.3)],
+@pytest.mark.parametrize("task", ["atari", "mujoco"])
+def test_all_eight_scripts_are_found(task):
+    names = {
+        speed.find_script(speed.ROOT, method, {"atari": BREAKOUT, "mujoco": HOPPER}[task])
+        for method in speed.METHODS.values()
     }
-    record = {"results": runs, "gflops_of_matmul": [9.0, 10.0, 11.0], "sweeps": {"latent_dim": {1: 1234.0, 2: 1000.0}}}
-    text = speed.make_report(speed.Args(repeats=3), record)
-    assert "| BDPG | 90 | 300 | 500 | 1.80 (1.50-2.00) | 0.60 (0.50-0.90) | 8 (80 %) | 300 |" in text
-    assert "| scalar critic | 100 | 300 | 200 | 2.50 (2.00-4.00) |  | 5 (50 %) | 300 |" in text
-    assert "`--latent-dim`" in text and "| 1,234 | 1,000 |" in text
+    assert names == {path.stem for path in speed.ROOT.glob(f"*_{task}.py")} and len(names) == 4
+
+
+def result(steps_per_second, update):
+    phases = dict.fromkeys((*speed.ROLLOUT, "returns and targets"), 0.1) | {"update": update}
+    return {"steps_per_second": steps_per_second, "phases": phases, "megabytes": 300.0}
+
+
+def test_table_has_ratios_of_the_same_round():
+    runs = {
+        "BDPG": [result(90, 0.5), result(30, 0.5), result(100, 0.5)],
+        "BDPG, old": [result(45, 0.6), result(60, 0.6), result(100, 0.6)],
+        "PPO": [result(100, 0.2), result(50, 0.2), result(200, 0.2)],
+        "SB3": [{**result(50, 0.3), "phases": {"rollout": 0.4, "update": 0.3}}, result(20, 0.3), result(50, 0.3)][:1]
+        * 3,
+    }
+    text = speed.make_table(runs)
+    assert "| BDPG | 90 | 100 | 200 | 500 | 1.80 (0.60-2.00) | 0.60 (0.50-0.90) | 1.00 (0.50-2.00) | 300 |" in text
+    assert "| PPO | 100 | 100 | 200 | 200 | 2.00 (1.00-4.00) |  |  | 300 |" in text
+    assert "| SB3 | 50 |  | 400 | 300 |  | 0.50 (0.25-1.00) |  | 300 |" in text
+
+
+def measured(order):
+    def measure(function, folder, method, env_id, iterations, settings):
+        order.append((folder, method, settings))
+        return result(100 + len(order), 0.5)
+
+    return measure
 
 
 def test_everything_is_measured_in_turns_and_written(tmp_path, monkeypatch, capsys):
-    order = []
-
-    def measured(function, name, task, iterations, overrides):
-        order.append(function.__name__ + (f" {overrides}" if overrides else ""))
-        return 10.0 if function is speed.run_matmul else result(100 + len(order), 0.5, 1e9)
-
-    monkeypatch.setattr(speed, "in_own_process", measured)
-    monkeypatch.setattr(speed, "ROOT", tmp_path)
+    order, old = [], tmp_path / "old"
+    old.mkdir()
+    (old / "bdpg_mujoco.py").touch()
+    monkeypatch.setattr(speed, "in_own_process", measured(order))
     monkeypatch.setattr(speed.importlib.util, "find_spec", lambda name: None)
-    (tmp_path / "docs" / "figures").mkdir(parents=True)
-    (tmp_path / "docs" / "speed.md").write_text("before\n<!-- mujoco -->\nold\n<!-- end -->\nafter\n")
-    speed.main(speed.Args(repeats=2, write=True))
-    a_round = ["run_matmul", *["run_script"] * 3, "run_environment"]
-    sweeps = [f"run_script {{'{argument}': {value}}}" for argument, values in speed.SWEEPS.items() for value in values]
-    assert order == a_round * 2 + sweeps
-    page = (tmp_path / "docs" / "speed.md").read_text()
-    assert page.startswith("before\n<!-- mujoco -->\n") and page.endswith("<!-- end -->\nafter\n") and "old" not in page
-    record = json.loads((tmp_path / "benchmark" / "results" / "speed_mujoco.json").read_text())
-    assert math.isclose(record["results"]["BDPG"][0]["steps_per_second"], 102)
-    assert (tmp_path / "docs" / "figures" / "speed_mujoco.png").stat().st_size > 5000
-    assert "pip install stable-baselines3" in capsys.readouterr().out
+    settings = ("minibatch-size=64", "envpool=False")
+    speed.main(speed.Args(rounds=2, output=tmp_path / "results" / "speed", against=old, set=settings))
+    new, parsed = str(speed.ROOT), {"minibatch_size": "64", "envpool": "False"}
+    a_round = [(new, "bdpg"), (str(old), "bdpg"), (new, "ppo_wgan"), (new, "ppo_qr"), (new, "ppo")]
+    assert order == [(*run, parsed) for run in a_round] * 2
+    record = json.loads((tmp_path / "results" / "speed.json").read_text())
+    assert [run["steps_per_second"] for run in record["results"]["BDPG"]] == [101, 106]
+    text = (tmp_path / "results" / "speed.md").read_text()
+    assert "| BDPG, old | 104 |" in text and "| 0.99 (0.99-0.99) |" in text
+    out = capsys.readouterr().out
+    assert "pip install stable-baselines3" in out and text in out
 
 
 def test_only_what_is_asked_for_is_measured(monkeypatch, capsys):
     order = []
+    monkeypatch.setattr(speed, "in_own_process", measured(order))
+    speed.main(speed.Args(rounds=2, only=("PPO", "BDPG")))
+    assert [method for _, method, _ in order] == ["ppo", "bdpg"] * 2
+    assert "1.01 (1.01-1.01)" in capsys.readouterr().out
 
-    def measured(function, name, *rest):
-        order.append(name)
-        return 10.0 if function is speed.run_matmul else result(100, 0.5)
 
-    monkeypatch.setattr(speed, "in_own_process", measured)
-    speed.main(speed.Args(repeats=2, sweeps=False, only=("scalar critic", "BDPG")))
-    assert order == [None, "benchmark/ppo_scalar_mujoco", "bdpg_mujoco"] * 2
-    assert "1.00 (1.00-1.00)" in capsys.readouterr().out
+def test_settings_go_to_the_scripts_that_have_them(mujoco):
+    settings = {"minibatch_size": "64", "envpool": "False", "learning_rate": "1e-3", "num_quantiles": "7"}
+    args = speed.make_args(mujoco, "Swimmer-v5", settings)
+    assert args == mujoco.Args(
+        env_id="Swimmer-v5", cuda=False, save_every=10**9, minibatch_size=64, envpool=False, learning_rate=1e-3
+    )
 
 
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        (dict(repeats=0), "at least 1"),
+        (dict(rounds=0), "at least 1"),
         (dict(iterations=0), "at least 1"),
         (dict(only=("DQN",)), "no 'DQN' to measure; there are: BDPG, "),
+        (dict(set=("minibatch-size",)), "NAME=VALUE"),
+        (dict(set=("minibatch-size=many",)), "NAME=VALUE"),
+        (dict(against=Path("nowhere")), "no scripts in nowhere"),
     ],
 )
 def test_wrong_arguments_are_refused(wrong, message, capsys):

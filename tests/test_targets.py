@@ -71,7 +71,7 @@ def test_truncated_steps_bootstrap_and_terminated_ones_do_not(shared):
 @pytest.mark.parametrize("k", WINDOWS)
 @pytest.mark.parametrize("gae_lambda", [0.3, 0.9])
 def test_sampled_targets_are_n_step_targets_with_geometric_frequencies(shared, k, gae_lambda):
-    """Every draw is one of the enumerated n-step targets, each as often as its weight says; their mean is the λ target."""
+    """Every draw is one of the enumerated n-step targets, as often as its weight says; their mean is the λ target."""
     draws, gamma = 4000, 0.9
     rewards, g, next_g, terminations, dones = rollout(T, N, seed=k + 1)
     batch = (rewards, next_g, terminations, dones)
