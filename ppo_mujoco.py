@@ -20,12 +20,16 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from dataclasses import dataclass, replace
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Literal, Optional
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends quietly
 
 import gymnasium as gym
 import numpy as np
@@ -103,10 +107,10 @@ def fail(message):
 
 def check_args(args):
     """Refuses in one sentence what cannot work. Integers are counts, from 1 on; floats are finite and not negative."""
-    ranges = {"seed": (0, 2**30), "gamma": (0, 1), "gae_lambda": (0, 1)}
+    ranges = {"seed": (0, 2**30), "gamma": (0, 1), "gae_lambda": (0, 1), "num_envs": (1, 4096)}
     ranges["log_std_init"] = (-10, 10)  # MuJoCo: its own
     for name, value in vars(args).items():
-        low, high = ranges.get(name, (1, 2**50) if type(value) is int else (0, 1e30))
+        low, high = ranges.get(name, (1, 2**40) if type(value) is int else (0, 1e30))
         if type(value) in (int, float) and not low <= value <= high:
             fail(f"--{name.replace('_', '-')} must lie between {low} and {high}, not be {str(value)[:20]}.")
     batch_size = args.num_envs * args.num_steps
@@ -162,9 +166,7 @@ class Environments:
 
 
 # --- running statistics, advantages and Bellman targets ---
-class RunningMeanStd(nn.Module):
-    """Mean and standard deviation of all that was seen; buffers, so that they are saved with the agent."""
-
+class RunningMeanStd(nn.Module):  # of all that was seen; buffers, so that they are saved with the agent
     def __init__(self, shape=()):
         super().__init__()
         for name, value in (("mean", 0.0), ("var", 1.0), ("std", 1.0)):
@@ -238,9 +240,7 @@ class Policy(nn.Module):
         return Independent(Normal(self.mean(obs), self.log_std.exp(), validate_args=False), 1, validate_args=False)
 
 
-class Agent(nn.Module):
-    """All that is learnt, running statistics included."""
-
+class Agent(nn.Module):  # all that is learnt, running statistics included
     def __init__(self, envs, args):
         super().__init__()
         # MuJoCo: the policy has a network of its own, and the trunk c(s) is the critic's alone
@@ -330,20 +330,20 @@ def save_checkpoint(run_dir, checkpoint):
 
 def load_checkpoint(path):
     """The newest checkpoint of a run's folder, or the given one, if it is intact and fits this script."""
-    path = max(Path(path).glob("checkpoint-*.pt"), default=Path(path))
     try:
-        with zipfile.ZipFile(path) as archive:
-            if archive.testzip() is not None:
-                raise ValueError("a checksum is wrong")
+        path = max(Path(path).glob("checkpoint-*.pt"), default=Path(path))
+        if zipfile.ZipFile(path).testzip() is not None:
+            raise ValueError("a checksum is wrong")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        iteration, numbers = checkpoint["iteration"], checkpoint["recent_scores"] + [checkpoint["seconds"]]
+        if type(iteration) is not int or iteration < 1 or not np.isfinite(numbers).all():
+            raise ValueError("a counter is wrong")
         for name, value in checkpoint["agent"].items():
             if not value.isfinite().all() or (name.endswith("var") and value.min() < 0):
                 raise ValueError(f"{name} cannot be {value.min()}")
         return checkpoint | {"args": Args(**checkpoint["args"])}
     except Exception as error:  # a damaged file can fail in many ways
-        fail(
-            f"{path} is no intact checkpoint of this version of {Path(__file__).name} ({repr(error).splitlines()[0]})."
-        )
+        fail(f"{path} is no intact checkpoint of this {Path(__file__).name} ({repr(error).splitlines()[0]}).")
 
 
 STOP_SIGNALS = []
@@ -382,9 +382,9 @@ def train(args):
     optimizers = make_optimizers(agent, args)
     try:
         agent.load_state_dict(start.get("agent", agent.state_dict()))
-        for name, state in start.get("optimizers", {}).items():
-            optimizers[name].load_state_dict(state)
-            if any(v.shape not in ((), p.shape) for p, s in optimizers[name].state.items() for v in s.values()):
+        for name, optimizer in optimizers.items() if args.resume else ():
+            optimizer.load_state_dict(start["optimizers"][name])
+            if any([v.shape for v in s.values()] != [(), p.shape, p.shape] for p, s in optimizer.state.items()):
                 raise ValueError(f"the {name} optimiser has other shapes")
     except Exception as error:
         fail(f"{args.resume} does not fit this script ({repr(error).splitlines()[0]}).")
@@ -475,20 +475,15 @@ def train(args):
             say(f"step {global_step:,}  score {score}  {speed:,.0f} steps/s  {minutes_left:.0f} min left")
 
         # --- checkpoint ---
-        broken = [name for step in history for name, value in step.items() if not value.isfinite()]
+        broken = [name for step in [*history, agent.state_dict()] for name, v in step.items() if not v.isfinite().all()]
         if broken:
             writer.close()
             fail(f"{broken[0]} is not finite in iteration {iteration}; a new run with lower learning rates may help.")
         if iteration % args.save_every == 0 or iteration == num_iterations or STOP_SIGNALS:
-            checkpoint = {
-                "agent": agent.state_dict(),
-                "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.items()},
-                "iteration": iteration,
-                "global_step": global_step,
-                "recent_scores": recent_scores[-100:],
-                "seconds": start["seconds"] + seconds,
-            }
-            save_checkpoint(run_dir, record | checkpoint)
+            counters = {"iteration": iteration, "global_step": global_step, "seconds": start["seconds"] + seconds}
+            state = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
+            checkpoint = {"agent": agent.state_dict(), "optimizers": state, "recent_scores": recent_scores[-100:]}
+            save_checkpoint(run_dir, record | counters | checkpoint)
         if STOP_SIGNALS:
             break
 
@@ -504,9 +499,12 @@ def main():
     args = tyro.cli(Args, description=__doc__)
     if args.resume is not None:
         saved = replace(load_checkpoint(args.resume)["args"], resume=args.resume, cuda=args.cuda)
+        if ":" in saved.env_id and args.env_id != saved.env_id:  # a checkpoint does not choose what is imported
+            fail(f"{saved.env_id} imports a module; if you trust it, add --env-id {saved.env_id}.")
         args = tyro.cli(Args, default=saved)
         if args != replace(saved, total_timesteps=args.total_timesteps, cuda=args.cuda):
             fail("a resumed run keeps its arguments: leave out all but --resume, --total-timesteps and --cuda.")
+    threading.excepthook = lambda failure: None  # TensorBoard's thread: the next add_scalar fails alike
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # which nohup sets
             signal.signal(number, request_stop)
@@ -514,8 +512,10 @@ def main():
         train(args)
     except BlockingIOError:
         fail(f"another process is training in {args.resume}.")
-    except OSError as error:
-        fail(f"{error}; checkpoints saved before are intact.")
+    except (OSError, MemoryError, ImportError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        fail(f"{(str(error) or 'out of memory').splitlines()[0]}; checkpoints saved before are intact.")
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def test_in_miniature_and_again(tmp_path, capsys):
     assert all(step % 3200 == 0 for runs in episodes.values() for step, _ in runs)  # 16 episodes of 200 steps at once
     for arm in curiosity.ARMS:
         assert f"| SparsePendulum-v0 | {arm} | 1 |" in out
-    assert f"commit `{str(finished[0]['git'])[:7]}`; python " in out and "hours of one core." in out
+    assert f"commit `{str(finished[0]['git'])[:7]}`; torch " in out and "hours of one core." in out
     assert (tmp_path / "curiosity.png").stat().st_size > 5000
     assert (tmp_path / "curiosity.csv").read_text().count("\n") == 1 + 3 * 100
     moved = tmp_path.rename(tmp_path.with_name("moved"))

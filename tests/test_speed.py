@@ -32,7 +32,7 @@ def plain_gae(rewards, g, next_g, terminations, dones, gamma, gae_lambda, k):
 
 
 def other_optimizers(make_optimizers, fused):
-    """Adam divides by sqrt(v) + ε: where gradients are as small as its ε of 1e-5, their rounding errors are as large as a
+    """Adam divides by sqrt(v) + ε: where gradients are as small as its ε of 1e-5, rounding errors are as large as a
     step, so ε is larger here."""
 
     def make(agent, args):

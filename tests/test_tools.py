@@ -66,7 +66,7 @@ def test_a_signal_ends_the_workers_too_and_keeps_what_is_done(tmp_path, number, 
         assert {study.stdout.readline(), study.stdout.readline()} == {"1\n", "2\n"}
         workers = children_of(study.pid)
         assert len(workers) >= 2
-        (os.killpg if to_group else os.kill)(study.pid, number)  # Ctrl-C reaches all processes of a terminal, `kill` one
+        (os.killpg if to_group else os.kill)(study.pid, number)  # Ctrl-C reaches all of a terminal, `kill` one
         _, err = study.communicate(timeout=20)
     assert study.returncode == 130 and "Traceback" not in err, err
     deadline = time.time() + 10
@@ -79,7 +79,8 @@ def test_a_signal_ends_the_workers_too_and_keeps_what_is_done(tmp_path, number, 
 def test_a_worker_that_is_killed_ends_the_study_in_a_sentence(tmp_path):
     (tmp_path / "study.py").write_text(STUDY.format(root=str(ROOT), killed=3))
     study = subprocess.run([sys.executable, "study.py"], cwd=tmp_path, capture_output=True, text=True, timeout=50)
-    assert study.returncode == 2 and study.stderr.startswith("error: a worker was killed") and study.stderr.count("\n") == 1
+    assert study.returncode == 2 and study.stderr.startswith("error: a worker was killed")
+    assert study.stderr.count("\n") == 1
     assert sorted(job["twice"] for job in common.load_jobs(tmp_path / "jobs.jsonl", ["n"])) == [2, 4]
 
 
@@ -106,7 +107,8 @@ def test_a_damaged_line_is_named_and_a_half_written_one_taken_out(tmp_path, caps
     path = tmp_path / "jobs.jsonl"
     half_written = json.dumps({"n": 1}) + "\n" + json.dumps({"n": 2})[:4]
     path.write_text(half_written)
-    assert common.load_jobs(path, ["n"]) == [{"n": 1}] and path.read_text() == half_written  # another process may be writing it
+    assert common.load_jobs(path, ["n"]) == [{"n": 1}]
+    assert path.read_text() == half_written  # another process may be writing it
     assert list(common.run_jobs(lambda job: job, [{"n": 3}], 1, path)) == [{"n": 3}]
     assert path.read_text() == '{"n": 1}\n{"n": 3}\n'
     for damaged in ("<<<<<<< HEAD", '{"m": 1}', "1"):
@@ -128,7 +130,7 @@ def raise_this(error):
 @pytest.mark.parametrize(
     "error, code, words",
     [
-        (FileNotFoundError(2, "No such file or directory", "/proc/figure.png"), 2, "error: /proc/figure.png: No such file"),
+        (FileNotFoundError(2, "No such file or directory", "/proc/x.png"), 2, "error: /proc/x.png: No such file"),
         (OSError("out of luck"), 2, "error: the system: out of luck."),
         (KeyboardInterrupt(), 130, "stopped; the same command goes on"),
     ],
