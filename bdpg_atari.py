@@ -581,7 +581,8 @@ def train(args):
                 # BDPG: a sample of each joint distribution of Eq. 10 (lines 15-16)
                 s, mb_b = c.detach(), b.flatten()[rows]  # the adversaries do not train the trunk
                 z_tilde = model.encode(mb_x, mb_b, s).rsample()  # line 15
-                z = model.prior(s).rsample()  # line 16
+                prior = model.prior(s)
+                z = prior.rsample()  # line 16
                 x_tilde = model.generate(z, s)
                 x_pair, z_pair = torch.stack([x_tilde, mb_x]), torch.stack([z, z_tilde])  # generated, inferred
                 joints = torch.cat([model.relative(x_pair, mb_b), z_pair], -1)
@@ -603,7 +604,7 @@ def train(args):
                 q_norm = descend(optimizers["encoder and prior"], inference_loss, args.max_grad_norm)
 
                 # BDPG: generator (line 19, Eq. 12), and the energy distance
-                reconstruction, g_new = model.generate(torch.stack([z_tilde.detach(), model.prior(s).sample()]), c)
+                reconstruction, g_new = model.generate(torch.stack([z_tilde.detach(), prior.sample()]), c)
                 generator_loss = F.mse_loss(reconstruction, mb_x)
                 energy = model.residual_scale * energy_distance(g_new, x_tilde, mb_x)  # times w: in units of x²
                 return_loss = generator_loss + args.energy_coef * energy
@@ -616,10 +617,10 @@ def train(args):
                 loss = policy_loss - args.ent_coef * entropy + args.vf_coef * return_loss
                 grad_norm = descend(optimizers["main"], loss, args.max_grad_norm)
                 losses |= {"policy": policy_loss, "entropy": entropy, "grad_norm": grad_norm, **movement}
-                history.append({name: value.detach() for name, value in losses.items()})
+                history.append(torch.stack([value.detach() for value in losses.values()]))
 
         # --- logging ---
-        metrics |= {f"losses/{name}": torch.stack([step[name] for step in history]).mean() for name in losses}
+        metrics |= {f"losses/{name}": mean for name, mean in zip(losses, torch.stack(history).mean(0), strict=True)}
         seconds = time.time() - start_time
         speed = (iteration - start["iteration"]) * batch_size / seconds
         metrics |= {"charts/steps_per_second": speed, "charts/learning_rate": fraction_left * args.learning_rate}
@@ -631,7 +632,8 @@ def train(args):
             say(f"step {global_step:,}  score {score}  {speed:,.0f} steps/s  {minutes_left:.0f} min left")
 
         # --- checkpoint ---
-        broken = [name for step in [*history, agent.state_dict()] for name, v in step.items() if not v.isfinite().all()]
+        broken = [list(losses)[i] for _, i in (~torch.stack(history).isfinite()).nonzero()]
+        broken += [name for name, value in agent.state_dict().items() if not value.isfinite().all()]
         if broken:
             writer.close()
             fail(f"{broken[0]} is not finite in iteration {iteration}; a new run with lower learning rates may help.")

@@ -1,8 +1,7 @@
 """PPO with a Wasserstein-GAN return distribution (PPO+WGAN) for Atari games, in one file.
 
-The paper's baseline that generates returns without inference. A generator G(z, s) turns noise z ~ N(0, 1) into a
-sampled return, and a critic f(x, s), whose slope in x is at most 1, measures the Wasserstein distance between samples
-and Bellman targets x; the mean of the samples also learns by regression.
+The paper's baseline without inference. A generator G(z, s) turns noise z ~ N(0, 1) into a sampled return, and a critic
+f(x, s), whose slope in x is at most 1, measures the Wasserstein distance between samples and Bellman targets x.
 
 Paper: Li & Faisal, "Bayesian Distributional Policy Gradients", AAAI 2021. "Eq." and "line" in comments refer to it and
 its Algorithm 1. Usage, logged metrics, implementation details and differences from the paper: docs/baselines.md.
@@ -557,10 +556,10 @@ def train(args):
                 loss = policy_loss - args.ent_coef * entropy + args.vf_coef * return_loss
                 grad_norm = descend(optimizers["main"], loss, args.max_grad_norm)
                 losses |= {"policy": policy_loss, "entropy": entropy, "grad_norm": grad_norm, **movement}
-                history.append({name: value.detach() for name, value in losses.items()})
+                history.append(torch.stack([value.detach() for value in losses.values()]))
 
         # --- logging ---
-        metrics |= {f"losses/{name}": torch.stack([step[name] for step in history]).mean() for name in losses}
+        metrics |= {f"losses/{name}": mean for name, mean in zip(losses, torch.stack(history).mean(0), strict=True)}
         seconds = time.time() - start_time
         speed = (iteration - start["iteration"]) * batch_size / seconds
         metrics |= {"charts/steps_per_second": speed, "charts/learning_rate": fraction_left * args.learning_rate}
@@ -572,7 +571,8 @@ def train(args):
             say(f"step {global_step:,}  score {score}  {speed:,.0f} steps/s  {minutes_left:.0f} min left")
 
         # --- checkpoint ---
-        broken = [name for step in [*history, agent.state_dict()] for name, v in step.items() if not v.isfinite().all()]
+        broken = [list(losses)[i] for _, i in (~torch.stack(history).isfinite()).nonzero()]
+        broken += [name for name, value in agent.state_dict().items() if not value.isfinite().all()]
         if broken:
             writer.close()
             fail(f"{broken[0]} is not finite in iteration {iteration}; a new run with lower learning rates may help.")

@@ -118,10 +118,6 @@ def test_gpu_that_is_not_there(tmp_path, capsys):
     assert "--no-cuda" in common_error(SCRIPTS, lambda script: short_args(script, tmp_path, cuda=True), capsys)
 
 
-SIZES = pytest.mark.xfail(strict=True, reason="out of memory is a traceback, or ends the process")
-
-
-@SIZES
 @pytest.mark.parametrize(
     "name, option",
     [("bdpg_mujoco", "latent-dim"), ("ppo_qr_mujoco", "num-quantiles"), ("bdpg_mujoco", "num-return-samples")],
@@ -134,7 +130,6 @@ def test_sizes_beyond_any_memory(tmp_path, capsys, monkeypatch, name, option):
     assert "memory" in message and not list(tmp_path.rglob("checkpoint-*"))
 
 
-@SIZES
 def test_more_environments_than_fit(script, tmp_path, capsys):
     """EnvPool ends the whole process where they do not fit, and Atari's environments take minutes to start."""
     args = short_args(script, tmp_path, num_envs=2**20, num_steps=1, minibatch_size=2**20, total_timesteps=2**20)
@@ -281,7 +276,7 @@ def test_run_folder_that_cannot_be_made(paths, capsys, monkeypatch, kind):
         "below a file",
         "a file",
         "symlink loop",
-        pytest.param("over-long name", marks=pytest.mark.xfail(strict=True, reason="looked for outside of the try")),
+        "over-long name",
     ],
 )
 def test_resume_from_where_no_folder_can_be(paths, capsys, monkeypatch, kind):
@@ -305,7 +300,6 @@ def test_a_folder_where_a_file_should_go(trained, tmp_path, capsys, monkeypatch,
     assert (folder / checkpoint.name).read_bytes() == checkpoint.read_bytes()
 
 
-@pytest.mark.xfail(strict=True, reason="a traceback")
 def test_missing_wandb(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # makes its import fail
     for name in ("bdpg_mujoco", "ppo_atari"):
@@ -334,9 +328,6 @@ def test_loss_that_is_not_finite_stops_the_run_and_loses_nothing(script, tmp_pat
     assert [math.isfinite(value) for _, value in logged] == [True, False]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="only losses are looked at: the broken agent is saved, and cannot be loaded again"
-)
 def test_parameter_that_is_not_finite_stops_the_run(script, tmp_path, capsys, monkeypatch, lazy_disk):
     """Every loss of the iteration was finite: the last step of all broke the network."""
     made, descend, calls = spy(monkeypatch, script, "make_optimizers"), script.descend, []

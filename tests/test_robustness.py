@@ -132,7 +132,6 @@ def test_nohup_outlives_its_terminal(tmp_path):
     assert process.returncode == 128 + signal.SIGTERM
 
 
-@pytest.mark.xfail(strict=True, reason="Ctrl-C during the imports is a traceback")
 @pytest.mark.parametrize("library", ["numpy", "libtorch_cpu"])
 def test_ctrl_c_during_the_imports_is_quiet(tmp_path, library):
     process = start(*fresh(tmp_path))
@@ -184,7 +183,6 @@ def test_full_disk_while_a_checkpoint_is_saved(tmp_path):
     assert_all_whole(tmp_path)
 
 
-@pytest.mark.xfail(strict=True, reason="TensorBoard's thread prints a traceback of its own")
 def test_full_disk_while_tensorboard_writes(tmp_path):
     process = start(*fresh(tmp_path, *FOR_EVER, "--save-every", 10**6), limit=9000)
     out, err = process.communicate(timeout=60)
