@@ -264,12 +264,10 @@ def test_mean_matching_is_the_squared_error_of_the_mean_and_leaves_the_spread(wg
     assert slope_a.item() == pytest.approx(0, abs=5 * math.sqrt((4 * error**2 + 4) / n))
 
 
-def test_generator_learns_mean_and_spread_of_each_state(wgan_mujoco):
-    """With the defaults of train(). A collapsed generator has no spread; an untrained one is off by several of them."""
-    steps, n, steps_per_rollout = 2000, 256, 100
+def train_on_three_states(wgan_mujoco, means, stds, steps=2000, n=256, steps_per_rollout=100):
+    """A generator trained with the defaults of train() on x ~ N(mean, std) of each state; samples of all states."""
     agent, optimizers, args = make_agent(wgan_mujoco)
     model = agent.return_model
-    means, stds = torch.tensor([2.0, -1.0, 0.5]), torch.tensor([0.4, 0.8, 0.2])
     obs = torch.randn(3, 3)
     for step in range(steps):
         for optimizer in optimizers.values():
@@ -288,6 +286,13 @@ def test_generator_learns_mean_and_spread_of_each_state(wgan_mujoco):
         loss = args.vf_coef * (climb + args.mean_coef * mean_loss)
         wgan_mujoco.descend(optimizers[MAIN], loss, args.max_grad_norm)
     with torch.no_grad():
-        samples = model.sample(agent.trunk(obs), 5000)
-    torch.testing.assert_close(samples.mean(0) / stds, means / stds, rtol=0, atol=0.3)
-    torch.testing.assert_close(samples.std(0) / stds, torch.ones(3), rtol=0, atol=0.25)
+        return model.sample(agent.trunk(obs), 5000)
+
+
+def test_generator_learns_mean_and_spread_of_each_state(wgan_mujoco):
+    """A collapsed generator has no spread; an untrained one is off by several. In single runs the spread of a state is
+    off by up to 40 %, so three runs are averaged."""
+    means, stds = torch.tensor([2.0, -1.0, 0.5]), torch.tensor([0.4, 0.8, 0.2])
+    samples = torch.stack([train_on_three_states(wgan_mujoco, means, stds) for _ in range(3)])
+    torch.testing.assert_close(samples.mean(1) / stds, (means / stds).expand(3, 3), rtol=0, atol=0.3)
+    torch.testing.assert_close((samples.std(1) / stds).mean(0), torch.ones(3), rtol=0, atol=0.25)

@@ -1,4 +1,4 @@
-"""The documentation says what is there (commands, links, code, logged metrics, arguments), and is short enough to read."""
+"""The documentation says what is there (commands, links, code, metrics, arguments), and is short enough to be read."""
 
 import importlib
 import re
