@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import shlex
+import signal
 import sys
 import warnings
 from contextlib import contextmanager, suppress
@@ -23,6 +24,9 @@ from importlib.metadata import distributions
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Optional
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends quietly
 
 import imageio_ffmpeg
 import matplotlib.pyplot as plt
@@ -493,6 +497,7 @@ def evaluate(options):
 
 
 def main():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         evaluate(tyro.cli(Args, description=__doc__))
     except KeyboardInterrupt:

@@ -302,7 +302,7 @@ def start_run(args, run_dir):
     run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
     lock = open(run_dir / "lock", "w")
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    (run_dir / "run.json").write_text(json.dumps(record, indent=2) + "\n")
+    (run_dir / "run.json").write_text(json.dumps(record, indent=2).replace(": Infinity", ": 1e999") + "\n")
     if args.track:
         import wandb
 
@@ -460,7 +460,7 @@ def train(args):
                 loss = policy_loss - args.ent_coef * entropy + args.vf_coef * return_loss
                 grad_norm = descend(optimizers["main"], loss, args.max_grad_norm)
                 losses |= {"policy": policy_loss, "entropy": entropy, "grad_norm": grad_norm, **movement}
-                history.append(torch.stack([value.detach() for value in losses.values()]))
+                history.append(torch.stack([*losses.values()]).detach())
 
         # --- logging ---
         metrics |= {f"losses/{name}": mean for name, mean in zip(losses, torch.stack(history).mean(0), strict=True)}

@@ -138,7 +138,8 @@ def keep_result(run, results, name):
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)  # two experiments may end a run at the same time
         records = read_records(results) | {name: run.record}
-        write_atomically(results / "runs.json", json.dumps(dict(sorted(records.items())), indent=1) + "\n")
+        valid = json.dumps(dict(sorted(records.items())), indent=1).replace(": Infinity", ": 1e999")  # of --u-bar inf
+        write_atomically(results / "runs.json", valid + "\n")
     finally:
         os.close(folder)
 

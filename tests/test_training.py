@@ -347,3 +347,9 @@ def test_learns_to_balance_a_pole(script, tmp_path):
     scores = read_scalars(tmp_path)["charts/episodic_return"]
     first, last = ([score for step, score in scores if low < step <= low + 6_144] for low in (0, 18_432))
     assert np.mean(first) < 20 and np.mean(last) > 60, (np.mean(first), np.mean(last))
+
+
+def test_an_infinite_argument_is_recorded_as_valid_json(mujoco, tmp_path):
+    mujoco.train(short_args(mujoco, tmp_path, iterations=1, u_bar=float("inf")))
+    (run_json,) = tmp_path.rglob("run.json")
+    assert json.loads(run_json.read_text(), parse_constant=pytest.fail)["args"]["u_bar"] == float("inf")
