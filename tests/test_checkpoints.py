@@ -117,6 +117,7 @@ def test_annealing_statistics_and_counters_go_on(script, monkeypatch, tmp_path):
     before = read_scalars(folder)
     newest(folder).unlink()  # as if the run had died after the checkpoint of iteration 3 and before that of iteration 6
     at_3 = load(newest(folder))
+    time.sleep(1.1)  # TensorBoard orders a run's event files by the second of their making
     resume(script, monkeypatch, folder)
     after, checkpoint = read_scalars(folder), load(newest(folder))
     assert checkpoint["iteration"] == 6 and checkpoint["global_step"] == 6 * BATCH
@@ -138,6 +139,7 @@ def test_a_resumed_run_learns_what_an_unbroken_one_would_have(mujoco, monkeypatc
     straight = run_folder(tmp_path / "straight")
     mujoco.train(tiny_args(mujoco, tmp_path / "broken", 3, **options | dict(total_timesteps=2 * 32)))
     broken = run_folder(tmp_path / "broken")
+    time.sleep(1.1)  # TensorBoard orders a run's event files by the second of their making
     resume(mujoco, monkeypatch, broken, "--total-timesteps", 3 * 32)
     a, b = load(newest(straight))["agent"], load(newest(broken))["agent"]
     for name in ("obs_stats", "reward_stats"):
