@@ -336,11 +336,9 @@ class Agent(nn.Module):  # all that is learnt, running statistics included
         self.return_model = ReturnModel(state_dim, (64, 32), args)  # MuJoCo: the layers' widths
         self.u_stats = RunningMeanStd()
 
-    def observe(self, obs, learn=True):
-        """Observations as the networks take them: standardised by running statistics, which learn from them first."""
+    def observe(self, obs):
+        """Observations as the networks take them: standardised by the statistics of all rollouts before."""
         obs = torch.as_tensor(obs, device=self.obs_stats.mean.device)
-        if learn:
-            self.obs_stats.update(obs)
         return ((obs - self.obs_stats.mean) / self.obs_stats.std).clamp(-10, 10).float()
 
 
@@ -492,9 +490,8 @@ def train(args):
     record, lock = start_run(args, run_dir)
     global_step = start["iteration"] * batch_size
     writer = SummaryWriter(run_dir, purge_step=global_step + 1)  # a resumed log goes on where the checkpoint was
-    resume_command = shlex.join(["python", sys.argv[0], "--resume", str(run_dir)])
 
-    next_obs, reward_sum = agent.observe(envs.reset(), learn=not args.resume), np.zeros(args.num_envs)
+    next_obs, reward_sum = agent.observe(envs.reset()), np.zeros(args.num_envs)
     episode_returns, recent_scores = np.zeros(args.num_envs), start["recent_scores"]
     start_time = time.time()
 
@@ -505,10 +502,12 @@ def train(args):
 
         # --- rollout (lines 3-5 and 7) ---
         rollout, cut_short = [], []  # cut_short: (step, environment, last observation) of truncated episodes
+        seen = []  # MuJoCo: raw observations, to standardise those of later rollouts by
         for t in range(args.num_steps):
             with torch.no_grad():
                 action = agent.policy(next_obs, None).sample()  # MuJoCo: without c(s)
             raw_obs, reward, terminated, truncated, last_obs, ended = envs.step(action.cpu().numpy())
+            seen.append(raw_obs)  # MuJoCo:
             reward_sum = args.gamma * reward_sum + reward
             rollout.append((next_obs, action, *map(torch.tensor, (reward, terminated, truncated, reward_sum))))
             next_obs, reward_sum = agent.observe(raw_obs), reward_sum * ~(terminated | truncated)
@@ -531,7 +530,8 @@ def train(args):
             log_probs = agent.policy(obs, embeddings).log_prob(actions)
             if cut_short:  # a truncated step is followed by its own episode's last state, not by the next one's first
                 steps, indices, last_obs = zip(*cut_short, strict=True)
-                last_embeddings = agent.trunk(agent.observe(np.stack(last_obs), learn=False))
+                last_embeddings = agent.trunk(agent.observe(np.stack(last_obs)))
+            agent.obs_stats.update(torch.tensor(np.concatenate(seen), device=device))  # MuJoCo:
             gae = (terminations, terminations | truncations, args.gamma, args.gae_lambda, k)
             # BDPG: returns and targets
             samples = model.sample(torch.cat([embeddings, agent.trunk(next_obs)[None]]), args.num_return_samples)
@@ -643,7 +643,7 @@ def train(args):
     writer.close()
     say(f"{global_step:,} steps in {(start['seconds'] + seconds) / 60:.1f} min, score {score}: {run_dir}")
     if STOP_SIGNALS and iteration < num_iterations:
-        say(f"stopped early; to go on: {resume_command}")
+        say(f"stopped early; to go on: {shlex.join(['python', sys.argv[0], '--resume', str(run_dir)])}")
         raise SystemExit(128 + STOP_SIGNALS[0])
     return agent  # line 21
 

@@ -143,7 +143,7 @@ def play(agent, envs, quotas, deterministic=False, max_steps=10**9, keep=0, came
     episodes, quotas = [[] for _ in quotas], list(quotas)
     scores, lengths = np.zeros(len(quotas)), np.zeros(len(quotas), dtype=int)
     embeddings, steps, cut_short, pictures = [], [], [], []
-    obs, t = agent.observe(envs.reset(), learn=False), 0
+    obs, t = agent.observe(envs.reset()), 0
     while any(counts := [len(done) < quota for done, quota in zip(episodes, quotas, strict=True)]):
         c = agent.trunk(obs)
         policy = agent.policy(obs, c)
@@ -151,7 +151,7 @@ def play(agent, envs, quotas, deterministic=False, max_steps=10**9, keep=0, came
         if t < num_pictures:
             pictures.append(camera(action))
         raw_obs, reward, terminated, truncated, last_obs, ended = envs.step(action)
-        obs = agent.observe(raw_obs, learn=False)
+        obs = agent.observe(raw_obs)
         if t <= keep:
             embeddings.append(c)
         if t < keep:
@@ -200,7 +200,7 @@ def look_back(script, agent, args, record):
     g, next_g = g[:-1], g[1:].clone()
     if record.cut_short:
         steps, indices, last_obs = zip(*record.cut_short, strict=True)
-        last_embeddings = agent.trunk(agent.observe(np.stack(last_obs), learn=False))
+        last_embeddings = agent.trunk(agent.observe(np.stack(last_obs)))
         next_g[steps, indices] = sample_returns(agent, last_embeddings, 1)[0]
     ends = (record.terminations, record.dones, args.gamma)
     window = (args.gae_lambda, args.bootstrap_length)

@@ -253,7 +253,7 @@ class Agent(nn.Module):  # all that is learnt, running statistics included
         self.reward_stats = RunningMeanStd()
         self.value = layer_init(nn.Linear(state_dim, 1), std=1.0)  # PPO:
 
-    def observe(self, obs, learn=True):
+    def observe(self, obs):
         """Observations as the networks take them: bytes, (height, width, stack)."""
         return torch.as_tensor(obs, device=self.reward_stats.mean.device).permute(0, 2, 3, 1).contiguous()
 
@@ -390,9 +390,8 @@ def train(args):
     record, lock = start_run(args, run_dir)
     global_step = start["iteration"] * batch_size
     writer = SummaryWriter(run_dir, purge_step=global_step + 1)  # a resumed log goes on where the checkpoint was
-    resume_command = shlex.join(["python", sys.argv[0], "--resume", str(run_dir)])
 
-    next_obs, reward_sum = agent.observe(envs.reset(), learn=not args.resume), np.zeros(args.num_envs)
+    next_obs, reward_sum = agent.observe(envs.reset()), np.zeros(args.num_envs)
     episode_returns, recent_scores = np.zeros(args.num_envs), start["recent_scores"]
     start_time = time.time()
 
@@ -432,7 +431,7 @@ def train(args):
             log_probs = agent.policy(obs, embeddings).log_prob(actions)
             if cut_short:  # a truncated step is followed by its own episode's last state, not by the next one's first
                 steps, indices, last_obs = zip(*cut_short, strict=True)
-                last_embeddings = agent.trunk(agent.observe(np.stack(last_obs), learn=False))
+                last_embeddings = agent.trunk(agent.observe(np.stack(last_obs)))
             gae = (terminations, terminations | truncations, args.gamma, args.gae_lambda, k)
             # PPO: values, targets and advantages
             g = agent.value(torch.cat([embeddings, agent.trunk(next_obs)[None]])).squeeze(-1)
@@ -491,7 +490,7 @@ def train(args):
     writer.close()
     say(f"{global_step:,} steps in {(start['seconds'] + seconds) / 60:.1f} min, score {score}: {run_dir}")
     if STOP_SIGNALS and iteration < num_iterations:
-        say(f"stopped early; to go on: {resume_command}")
+        say(f"stopped early; to go on: {shlex.join(['python', sys.argv[0], '--resume', str(run_dir)])}")
         raise SystemExit(128 + STOP_SIGNALS[0])
     return agent  # line 21
 

@@ -52,7 +52,7 @@ def collect(script, agent, envs, run_args, rollouts, seed):
     """What the networks see, Bellman targets, and the mean of 64 sampled returns: (steps, environments, ...) each."""
     torch.manual_seed(seed)
     model, scale = agent.return_model, agent.reward_stats.std.float()
-    next_obs = agent.observe(envs.reset(), learn=False)
+    next_obs = agent.observe(envs.reset())
     collected = []
     for _ in range(rollouts):
         steps, cut_short = [], []
@@ -60,14 +60,14 @@ def collect(script, agent, envs, run_args, rollouts, seed):
             obs, c = next_obs, agent.trunk(next_obs)
             action = agent.policy(obs, c).sample().numpy()
             raw_obs, reward, terminated, truncated, last_obs, _ = envs.step(action)
-            next_obs = agent.observe(raw_obs, learn=False)
+            next_obs = agent.observe(raw_obs)
             cut_short += [(t, i, last_obs[i]) for i in (truncated & ~terminated).nonzero()[0]]
             steps.append([obs, c, *(torch.tensor(value) for value in (reward, terminated, terminated | truncated))])
         obs, embeddings, rewards, terminations, dones = (torch.stack(values) for values in zip(*steps, strict=True))
         samples = model.sample(torch.cat([embeddings, agent.trunk(next_obs)[None]]), 1)[0]
         g, next_g = samples[:-1], samples[1:].clone()
         for t, i, last in cut_short:
-            next_g[t, i] = model.sample(agent.trunk(agent.observe(last[None], learn=False)), 1)[0, 0]
+            next_g[t, i] = model.sample(agent.trunk(agent.observe(last[None])), 1)[0, 0]
         rewards = (rewards / scale).clamp(-10, 10).float()
         k = run_args.bootstrap_length or run_args.num_steps
         ends = (terminations, dones, run_args.gamma, run_args.gae_lambda, k)

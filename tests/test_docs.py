@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,11 @@ def test_links_lead_somewhere(page):
 def test_every_figure_is_shown():
     text = "".join(page.read_text() for page in DOCS)
     assert all(f"figures/{path.name}" in text for path in (ROOT / "docs" / "figures").iterdir())
+
+
+def test_the_diagram_is_what_its_script_draws():
+    script = runpy.run_path(str(ROOT / "docs" / "networks.py"))
+    assert script["FIGURE"].read_text(encoding="utf-8") == script["draw"]()
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
