@@ -576,8 +576,7 @@ def train(args):
                 # BDPG: a sample of each joint distribution of Eq. 10 (lines 15-16)
                 s, mb_b = c.detach(), b.flatten()[rows]  # the adversaries do not train the trunk
                 z_tilde = model.encode(mb_x, mb_b, s).rsample()  # line 15
-                prior = model.prior(s)
-                z = prior.rsample()  # line 16
+                z, z_new = model.prior(s).rsample((2,))  # line 16; z_new is for the energy distance
                 x_tilde = model.generate(z, s)
                 x_pair, z_pair = torch.stack([x_tilde, mb_x]), torch.stack([z, z_tilde])  # generated, inferred
                 joints = torch.cat([model.relative(x_pair, mb_b), z_pair], -1)
@@ -599,7 +598,7 @@ def train(args):
                 q_norm = descend(optimizers["encoder and prior"], inference_loss, args.max_grad_norm)
 
                 # BDPG: generator (line 19, Eq. 12), and the energy distance
-                reconstruction, g_new = model.generate(torch.stack([z_tilde.detach(), prior.sample()]), c)
+                reconstruction, g_new = model.generate(torch.stack([z_tilde, z_new]).detach(), c)
                 generator_loss = F.mse_loss(reconstruction, mb_x)
                 energy = model.residual_scale * energy_distance(g_new, x_tilde, mb_x)  # times w: in units of x²
                 return_loss = generator_loss + args.energy_coef * energy

@@ -122,7 +122,7 @@ def rebuild(script, checkpoint, path, num_envs, seed=0):
         for name, default in vars(script.Args()).items():
             if default is not None:
                 setattr(args, name, type(default)(getattr(args, name)))
-        args.cuda = False
+        args.cuda = args.bf16 = False
         args.bootstrap_length = int(args.bootstrap_length or args.num_steps)
         script.check_args(args)
         args.num_envs = num_envs
@@ -195,7 +195,6 @@ def look_back(script, agent, args, record):
     return stands for what would have followed; the return is known if that has little weight."""
     c = record.embeddings[:-1]
     rewards = (record.rewards / agent.reward_stats.std).clamp(-10, 10).float()
-    rewards = record.rewards.sign().float() if getattr(args, "clip_reward", False) else rewards
     g = sample_returns(agent, record.embeddings, 1)[0]
     g, next_g = g[:-1], g[1:].clone()
     if record.cut_short:

@@ -99,7 +99,7 @@ PARTS = {
         (G, f"{G}\n{G.replace('generator', 'generator_2')}"),
         (
             f"{' ' * 16}losses = {{",
-            f"{' ' * 16}z_pair = torch.stack([z_tilde.detach(), prior.sample()])\n"
+            f"{' ' * 16}z_pair = torch.stack([z_tilde, z_new]).detach()\n"
             f"{' ' * 16}second, g_2 = model.generator_2(z_pair, c).squeeze(-1)\n"
             f"{' ' * 16}return_loss = return_loss + F.mse_loss(second, mb_x)\n"
             f"{' ' * 16}second_energy = model.residual_scale * energy_distance(g_2, x_tilde, mb_x)\n"

@@ -38,7 +38,7 @@ OWN_TEXT = {  # names that stand for something else in each variant, or on each 
 OWN = {  # names that some variants have, or one task; two that have one have the same, but for OWN_TEXT
     "variant": {"math", "kl_divergence", "Normal", "tanh_mlp", "ConditionalMLP", "ReturnModel", "energy_distance"}
     | {"f_loss", "generator_losses", "quantile_loss"},
-    "task": {"ale_py", "AtariVectorEnv", "Categorical", "Independent", "Normal", "tanh_mlp", "Trunk", "clip_reward"}
+    "task": {"ale_py", "AtariVectorEnv", "Categorical", "Independent", "Normal", "tanh_mlp", "Trunk", "bf16"}
     | {"envpool", "log_std_init"},
 }
 MARK = re.compile(r"# (\w+)(?:, (\w+))?:|# --- (?!PPO)(\w+) ---$")  # the group of arguments "PPO" is everyone's

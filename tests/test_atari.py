@@ -162,10 +162,9 @@ def test_policy_is_categorical(atari):
 def test_frames_stay_bytes_and_are_only_transposed(atari):
     agent, _, _ = make_agent(atari)
     frames = np.random.randint(0, 256, (2, 4, 84, 84), dtype=np.uint8)
-    for learn in (True, False):
-        observed = agent.observe(frames, learn=learn)
-        assert observed.dtype == torch.uint8 and observed.is_contiguous()
-        np.testing.assert_array_equal(observed.numpy(), frames.transpose(0, 2, 3, 1))
+    observed = agent.observe(frames)
+    assert observed.dtype == torch.uint8 and observed.is_contiguous()
+    np.testing.assert_array_equal(observed.numpy(), frames.transpose(0, 2, 3, 1))
 
 
 def test_trunk_equals_a_plain_nature_cnn(atari):
@@ -188,3 +187,21 @@ def test_trunk_equals_a_plain_nature_cnn(atari):
     plain(pixels).square().sum().backward()
     torch.testing.assert_close(trunk.conv1.weight.grad, plain[0].weight.grad, rtol=1e-3, atol=1e-2)
     assert torch.equal(frames, frames.to(torch.uint8))
+
+
+def test_bf16_keeps_embeddings_and_gradients_within_its_precision(atari):
+    """bfloat16 has 8 bits of mantissa: relative errors of 2^-8 or so per layer. Weights and outputs stay in float32."""
+    exact, _, _ = make_agent(atari)
+    rough, _, _ = make_agent(atari, bf16=True)
+    rough.load_state_dict(exact.state_dict())
+    frames = random_observations(atari, 8)
+    embeddings = [agent.trunk(frames) for agent in (exact, rough)]
+    assert embeddings[1].dtype == torch.float32 and not torch.equal(*embeddings)
+    losses = [c.square().mean() for c in embeddings]
+    gradients = [
+        torch.autograd.grad(loss, [*agent.trunk.parameters()])
+        for loss, agent in zip(losses, (exact, rough), strict=True)
+    ]
+    for one, other in [embeddings, *zip(*gradients, strict=True)]:
+        assert other.dtype == torch.float32
+        assert (one - other).norm() < 0.02 * one.norm()

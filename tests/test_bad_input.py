@@ -113,6 +113,13 @@ def test_every_number_is_checked(script, tmp_path, capsys):
     assert checked > 35
 
 
+def test_bf16_is_refused_where_it_would_be_emulated(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_bf16": False})
+    assert "AVX512-BF16" in common_error(ATARI, lambda script: short_args(script, tmp_path, bf16=True), capsys)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    importlib.import_module(ATARI[0]).check_args(importlib.import_module(ATARI[0]).Args(cuda=False, bf16=True))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_gpu_that_is_not_there(tmp_path, capsys):
     assert "--no-cuda" in common_error(SCRIPTS, lambda script: short_args(script, tmp_path, cuda=True), capsys)

@@ -62,17 +62,32 @@ def test_observations_are_standardised_by_what_was_seen(mujoco):
     agent, _, _ = make_agent(mujoco)
     batches = np.random.standard_normal((20, 8, 3)) * [1.0, 1e-2, 1e3] + [0.0, 5.0, -1e4]
     for end, batch in enumerate(batches, start=1):
+        agent.obs_stats.update(torch.tensor(batch))
         normal = agent.observe(batch)
         seen = batches[:end].reshape(-1, 3)
         expected = (batch - seen.mean(0)) / np.sqrt(seen.var(0) + 1e-8)
         np.testing.assert_allclose(normal.numpy(), expected, rtol=1e-4, atol=1e-5)
         assert normal.dtype == torch.float32
-    assert agent.observe(np.full((1, 3), 1e9), learn=False).tolist() == [[10.0] * 3]  # outliers are clipped
+    assert agent.observe(np.full((1, 3), 1e9)).tolist() == [[10.0] * 3]  # outliers are clipped
 
 
-def test_observing_without_learning_leaves_the_statistics_alone(mujoco):
-    agent, _, _ = make_agent(mujoco)
-    agent.observe(np.random.standard_normal((5, 3)))
-    before = {name: value.clone() for name, value in agent.state_dict().items()}
-    agent.observe(np.random.standard_normal((5, 3)) + 100, learn=False)
-    assert all(torch.equal(value, before[name]) for name, value in agent.state_dict().items())
+def test_a_rollout_is_standardised_by_the_statistics_of_those_before(mujoco, tmp_path, monkeypatch):
+    """Observing alone moves nothing: whatever a rollout sees, its last states included, it sees in the same way."""
+    observed, steps = spy(monkeypatch, mujoco.Agent, "observe"), spy(monkeypatch, mujoco.Environments, "step")
+    agent = mujoco.train(short_args(mujoco, tmp_path, env_id="ShortHopper-v0", iterations=3, num_steps=32))
+    raw = [result[0] for _, result in steps]  # of each step
+    cuts = 0
+    for n in range(3):
+        seen = np.concatenate(raw[: 32 * n]) if n else None
+        mean, std = (seen.mean(0), np.sqrt(seen.var(0) + 1e-8)) if n else (0, 1)
+        inputs = {id(result[0]): None for _, result in steps[32 * n : 32 * (n + 1)]}
+        mine = [(args[1], normal) for args, normal in observed if id(args[1]) in inputs]
+        assert len(mine) == 32
+        for obs, normal in mine:
+            np.testing.assert_allclose(normal, ((obs - mean) / std).clip(-10, 10), rtol=1e-3, atol=1e-4)
+        last = np.stack([r[4][i] for _, r in steps[32 * n : 32 * (n + 1)] for i in np.flatnonzero(r[3] & ~r[2])])
+        cuts += len(last)
+        (normal,) = [normal for args, normal in observed if args[1].shape == last.shape and (args[1] == last).all()]
+        np.testing.assert_allclose(normal, ((last - mean) / std).clip(-10, 10), rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(agent.obs_stats.mean, np.concatenate(raw).mean(0), rtol=1e-6, atol=1e-9)
+    assert cuts >= 3 and agent.obs_stats.count == 96 * 2

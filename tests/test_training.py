@@ -235,10 +235,12 @@ def test_truncated_steps_bootstrap_from_their_own_last_observation(script, tmp_p
         options |= dict(env_id="ShortHopper-v0", num_steps=128)  # falls, or is cut after 18 steps
     agent, _, _, gae, _ = spied_run(script, tmp_path, monkeypatch, **options)
     (_, g, next_g, terminations, dones, *_), _ = gae[0]
+    if not is_atari(script):
+        agent.obs_stats = script.RunningMeanStd(agent.obs_stats.mean.shape)  # as it was during the rollout
 
     def return_of(raw_observation):
         with torch.no_grad():
-            return agent.trunk(agent.observe(raw_observation[None], learn=False)).sum()
+            return agent.trunk(agent.observe(raw_observation[None])).sum()
 
     cuts = falls = 0
     for t, (_, (obs, _, terminated, truncated, final_obs, _)) in enumerate(steps):
@@ -311,15 +313,6 @@ def test_a_lost_life_ends_the_learning_episode_but_not_the_game(script, tmp_path
     lost = torch.tensor(np.array([result[2] for _, result in steps]))
     assert 2 <= lost.sum() < 10 and torch.equal(terminations, lost) and torch.equal(dones, lost)
     assert "charts/episodic_return" not in read_scalars(tmp_path)
-
-
-@on_atari
-@pytest.mark.parametrize("clip_reward", [True, False])
-def test_rewards_can_be_replaced_by_their_sign(script, tmp_path, monkeypatch, clip_reward):
-    _, target_rewards, _, _, _ = spied_run(script, tmp_path, monkeypatch, clip_reward=clip_reward)
-    rewards = torch.stack(target_rewards)
-    assert rewards.any()
-    assert (set(rewards.unique().tolist()) <= {-1.0, 0.0, 1.0}) == clip_reward
 
 
 @on_atari
