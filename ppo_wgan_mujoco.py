@@ -327,9 +327,8 @@ def ppo_loss(log_prob, old_log_prob, advantages, args):
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     loss = -torch.min(ratio * advantages, clipped_ratio * advantages).mean()
-    with torch.no_grad():
-        movement = {"approx_kl": (ratio - 1 - log_ratio).mean()}
-        movement["clip_fraction"] = ((ratio - 1).abs() > args.clip_coef).float().mean()
+    movement = {"approx_kl": (ratio - 1 - log_ratio).detach().mean()}
+    movement["clip_fraction"] = ((ratio - 1).abs() > args.clip_coef).float().mean()
     return loss, movement
 
 
@@ -382,8 +381,7 @@ def start_run(args, run_dir):
     record = {"script": Path(__file__).name, "command": shlex.join(["python", *sys.argv]), "git": git.stdout.strip()}
     record |= {"args": vars(args), "python": sys.version, "versions": {p.name: p.version for p in distributions()}}
     run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
-    lock = open(run_dir / "lock", "w")
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(lock := open(run_dir / "lock", "w"), fcntl.LOCK_EX | fcntl.LOCK_NB)
     (run_dir / "run.json").write_text(json.dumps(record, indent=2).replace(": Infinity", ": 1e999") + "\n")
     if args.track:
         import wandb
@@ -419,7 +417,7 @@ def load_checkpoint(path):
         if type(iteration) is not int or iteration < 1 or not np.isfinite(numbers).all():
             raise ValueError("a counter is wrong")
         for name, value in checkpoint["agent"].items():
-            if not value.isfinite().all() or (name.endswith("var") and value.min() < 0):
+            if not value.isfinite().all() or (name.endswith((".var", ".std", ".count", "_scale")) and value.min() < 0):
                 raise ValueError(f"{name} cannot be {value.min()}")
         return checkpoint | {"args": Args(**checkpoint["args"])}
     except Exception as error:  # a damaged file can fail in many ways
@@ -464,9 +462,10 @@ def train(args):
     try:
         agent.load_state_dict(start.get("agent", agent.state_dict()))
         for name, optimizer in optimizers.items() if args.resume else ():
-            optimizer.load_state_dict(start["optimizers"][name])
-            if any([v.shape for v in s.values()] != [(), p.shape, p.shape] for p, s in optimizer.state.items()):
-                raise ValueError(f"the {name} optimiser has other shapes")
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": start["optimizers"][name]})
+            for parameter, state in optimizer.state.items():
+                if [v.shape for v in state.values() if v.is_contiguous()] != [(), parameter.shape, parameter.shape]:
+                    raise ValueError(f"the {name} optimiser has other shapes")
     except Exception as error:
         fail(f"{args.resume} does not fit this script ({repr(error).splitlines()[0]}).")
     name = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -476,8 +475,8 @@ def train(args):
     writer = SummaryWriter(run_dir, purge_step=global_step + 1)  # a resumed log goes on where the checkpoint was
 
     next_obs, reward_sum = agent.observe(envs.reset()), np.zeros(args.num_envs)
-    episode_returns, recent_scores = np.zeros(args.num_envs), start["recent_scores"]
-    start_time = time.time()
+    obs = next_obs.new_empty(args.num_steps, *next_obs.shape)  # made once: at Atari's size, new memory takes time
+    episode_returns, recent_scores, start_time = np.zeros(args.num_envs), start["recent_scores"], time.time()
 
     for iteration in range(start["iteration"] + 1, num_iterations + 1):  # line 2
         fraction_left = 1 - (iteration - 1) / num_iterations if args.anneal_lr else 1
@@ -493,7 +492,8 @@ def train(args):
             raw_obs, reward, terminated, truncated, last_obs, ended = envs.step(action.cpu().numpy())
             seen.append(raw_obs)  # MuJoCo:
             reward_sum = args.gamma * reward_sum + reward
-            rollout.append((next_obs, action, *map(torch.tensor, (reward, terminated, truncated, reward_sum))))
+            obs[t] = next_obs
+            rollout.append((action, *map(torch.tensor, (reward, terminated, truncated, reward_sum))))
             next_obs, reward_sum = agent.observe(raw_obs), reward_sum * ~(terminated | truncated)
             cut_short += [(t, i, last_obs[i]) for i in np.flatnonzero(truncated & ~terminated)]
             global_step += args.num_envs
@@ -506,7 +506,7 @@ def train(args):
         # --- returns, advantages and Bellman targets (lines 6, 8-11) ---
         # The networks stay fixed during a rollout, so all but its actions is computed here, for all steps at once.
         rollout = (torch.stack(values).to(device) for values in zip(*rollout, strict=True))
-        obs, actions, raw_rewards, terminations, truncations, reward_sums = rollout
+        actions, raw_rewards, terminations, truncations, reward_sums = rollout
         with torch.no_grad():
             agent.reward_stats.update(reward_sums.flatten())
             rewards = (raw_rewards / agent.reward_stats.std).clamp(-10, 10).float()  # returns of about unit scale
@@ -540,7 +540,7 @@ def train(args):
         history = []
         for _ in range(args.update_epochs):
             for rows in torch.randperm(batch_size, device=device).split(args.minibatch_size):
-                mb_obs, mb_actions, mb_log_probs, mb_advantages, mb_x = (values[rows] for values in batch)
+                mb_obs, mb_actions, mb_log_probs, mb_advantages, mb_x = (v.index_select(0, rows) for v in batch)
                 c = agent.trunk(mb_obs)  # the only trunk pass
                 # WGAN:
                 s, mb_b = c.detach(), b.flatten()[rows]  # c(s) without gradient: the adversaries do not train the trunk
@@ -579,7 +579,7 @@ def train(args):
             fail(f"{broken[0]} is not finite in iteration {iteration}; a new run with lower learning rates may help.")
         if iteration % args.save_every == 0 or iteration == num_iterations or STOP_SIGNALS:
             counters = {"iteration": iteration, "global_step": global_step, "seconds": start["seconds"] + seconds}
-            state = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
+            state = {name: optimizer.state_dict()["state"] for name, optimizer in optimizers.items()}
             checkpoint = {"agent": agent.state_dict(), "optimizers": state, "recent_scores": recent_scores[-100:]}
             save_checkpoint(run_dir, record | counters | checkpoint)
         if STOP_SIGNALS:

@@ -95,7 +95,7 @@ def test_learner_state_is_identical_at_the_resume_point(script, monkeypatch, tmp
     with pytest.raises(Reached):
         resume(script, monkeypatch, folder, "--total-timesteps", 10_000)
     assert_same(dict(agents[0][1].state_dict()), dict(saved["agent"]))
-    assert_same({name: one.state_dict() for name, one in optimizers[0][1].items()}, saved["optimizers"])
+    assert_same({name: one.state_dict()["state"] for name, one in optimizers[0][1].items()}, saved["optimizers"])
 
 
 @on_mujoco
@@ -245,7 +245,7 @@ def changed(checkpoint, path, value):
     return copy
 
 
-STATE = ("optimizers", "main", "state")
+STATE = ("optimizers", "main")
 MOMENTS = (*STATE, 2, "exp_avg")
 SQUARES = (*STATE, 2, "exp_avg_sq")
 STEP = (*STATE, 2, "step")
@@ -264,10 +264,13 @@ STEP = (*STATE, 2, "step")
         (("agent", "reward_stats.var"), torch.tensor(torch.nan, dtype=torch.float64)),
         (("agent", "reward_stats.var"), torch.tensor(-1.0, dtype=torch.float64)),
         (("agent", "reward_stats.std"), torch.tensor(torch.inf, dtype=torch.float64)),
+        *((("agent", f"reward_stats.{name}"), torch.tensor(-1.0, dtype=torch.float64)) for name in ("std", "count")),
         (("agent", "reward_stats.mean"), "zero"),
         *((path, torch.zeros(64)) for path in (MOMENTS, SQUARES, STEP)),
         *((STEP, value) for value in ("one", None)),
         *((path, torch.zeros(())) for path in (MOMENTS, SQUARES)),
+        *((path, torch.zeros(1, 1).expand(64, 64)) for path in (MOMENTS, SQUARES)),  # Adam would write past its end
+        *((path, torch.eye(64).to_sparse()) for path in (MOMENTS, SQUARES)),
         *((path, None) for path in (MOMENTS, SQUARES)),
         *((("iteration",), value) for value in ("2", 1.5, -1, 0, [2])),
         *((("recent_scores",), value) for value in (3, ["a"], [torch.nan], {1.0: 2.0})),
