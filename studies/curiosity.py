@@ -155,7 +155,7 @@ def compile_arm(arm):
     script = types.ModuleType("bdpg_mujoco_arm")
     script.__file__ = str(SCRIPT)
     exec(compile(text, f"{SCRIPT.name}, {arm}", "exec"), vars(script))
-    return script, functools.reduce(dict.__or__, (part for part in parts if isinstance(part, dict)), RECIPE)
+    return script, functools.reduce(dict.__or__, (part for part in parts if isinstance(part, dict)), dict(RECIPE))
 
 
 def mlp(*sizes):
@@ -240,7 +240,7 @@ class Bench:
     def fit(self, name, network, inputs, targets, epochs):
         """Regression on the batch."""
         optimizer = self.__dict__.setdefault(f"{name}_optimizer", torch.optim.Adam(network.parameters(), 1e-3))
-        inputs, targets = inputs.flatten(0, 1), targets.flatten(0, 1)
+        inputs, targets = inputs.flatten(0, 1), targets.detach().flatten(0, 1)
         for _ in range(epochs):
             for rows in torch.randperm(len(inputs)).split(256):
                 optimizer.zero_grad()

@@ -111,7 +111,7 @@ class CountingEnvironments:
 
 
 STILL_AGENT = SimpleNamespace(
-    observe=lambda obs, learn: torch.as_tensor(obs).float(),
+    observe=lambda obs: torch.as_tensor(obs).float(),
     trunk=lambda obs: obs,
     policy=lambda obs, c: torch.distributions.Categorical(logits=torch.zeros(len(obs), 2)),
 )
@@ -159,7 +159,7 @@ def test_looking_back_against_brute_force(name):
     script = importlib.import_module(name)
     rewards, g, next_g, terminations, dones = rollout(40, 3, seed=4)
     critic = SimpleNamespace(value=lambda c: c, reward_stats=SimpleNamespace(std=torch.tensor(2.0)))
-    critic.observe, critic.trunk = lambda obs, learn: torch.as_tensor(obs).unsqueeze(-1), lambda obs: obs
+    critic.observe, critic.trunk = lambda obs: torch.as_tensor(obs).unsqueeze(-1), lambda obs: obs
     cut_short = [(t, i, next_g[t, i]) for t, i in (dones & ~terminations).nonzero().tolist()]
     record = SimpleNamespace(embeddings=torch.cat([g, next_g[-1:]]).unsqueeze(-1), rewards=2 * rewards, dones=dones)
     record.terminations, record.cut_short = terminations, cut_short
