@@ -69,7 +69,7 @@ class Args:
     """step the tasks that EnvPool has in its C++ threads; gymnasium steps all others, and all with --no-envpool"""
 
     # --- PPO ---
-    num_steps: int = 256
+    num_steps: int = 64
     """rollout length per environment (paper: 128 on Atari, 256 on MuJoCo); raised to --bootstrap-length if less"""
     bootstrap_length: Optional[int] = None
     """longest bootstrap k >= 1 of advantages and Bellman targets (default: the rollout length)"""
@@ -79,7 +79,7 @@ class Args:
     """λ in [0, 1] of generalised advantage estimation"""
     target: Literal["lambda", "sr"] = "lambda"
     """Bellman target x: "lambda" averages n-step targets (paper); "sr" draws one of them, which keeps the spread"""
-    learning_rate: float = 3e-4
+    learning_rate: float = 6e-4
     """Adam's step size for policy, trunk and critic"""
     anneal_lr: bool = True
     """decay every learning rate linearly to 0 over the run"""
@@ -97,7 +97,7 @@ class Args:
     """weight of the critic's loss beside the policy's loss"""
     max_grad_norm: float = 0.5
     """gradient norm at which each optimiser's step is clipped"""
-    log_std_init: float = 0.0
+    log_std_init: float = -1.0
     """log standard deviation of the actions at the start; 0 is half the width of the action range"""
 
     # --- WGAN ---

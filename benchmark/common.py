@@ -67,8 +67,9 @@ def write_atomically(path, text):
 
 
 def interval_steps(record):
-    """The steps over which the paper averages scores: 80 iterations on Atari, 4 on MuJoCo."""
-    iterations = 80 if record["script"].endswith("_atari.py") else 4
+    """The steps over which the paper averages scores: 80 iterations on Atari, 4 on MuJoCo, where ours are four times
+    shorter."""
+    iterations = 80 if record["script"].endswith("_atari.py") else 16
     return iterations * record["args"]["num_envs"] * record["args"]["num_steps"]
 
 

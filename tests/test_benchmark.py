@@ -571,10 +571,11 @@ def test_a_job_whose_time_is_up_saves_and_hands_in_the_rest(tmp_path, forked, mo
 
 def write_run(folder, episodes, script="bdpg_mujoco.py", env_id="Hopper-v5", seed=1, also=(), steps=None, **args):
     """A folder as the scripts leave it, with such (step, return) of episodes and (tag, value, step); an iteration has
-    1,000 steps."""
+    1,000 steps on Atari, 250 on MuJoCo."""
     folder = folder / f"{env_id}__{script}__{seed}__{'-'.join(map(str, args.values()))}"
     folder.mkdir(parents=True)
-    args = {"num_envs": 10, "num_steps": 100, "bootstrap_length": None, "env_id": env_id, "seed": seed} | args
+    num_steps = 25 if "mujoco" in script else 100
+    args = {"num_envs": 10, "num_steps": num_steps, "bootstrap_length": None, "env_id": env_id, "seed": seed} | args
     record = {"script": script, "args": args | {"run_dir": str(folder)}, "command": "python", "git": "abcdef0123"}
     record["versions"] = {"torch": "2.13.0", "mujoco": "4.0.0", "tqdm": "4.70.1"}
     (folder / "run.json").write_text(json.dumps(record))

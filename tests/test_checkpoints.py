@@ -122,7 +122,7 @@ def test_annealing_statistics_and_counters_go_on(script, monkeypatch, tmp_path):
     after, checkpoint = read_scalars(folder), load(newest(folder))
     assert checkpoint["iteration"] == 6 and checkpoint["global_step"] == 6 * BATCH
     assert after[PER_ITERATION] == before[PER_ITERATION]
-    assert [value for _, value in after[PER_ITERATION]] == pytest.approx([3e-4 * (1 - i / 6) for i in range(6)])
+    assert [value for _, value in after[PER_ITERATION]] == pytest.approx([6e-4 * (1 - i / 6) for i in range(6)])
     for name in ("reward_stats", "u_stats") if is_bdpg(script) else ("reward_stats",):
         assert checkpoint["agent"][f"{name}.count"] == at_3["agent"][f"{name}.count"] + 3 * BATCH == 6 * BATCH
     assert checkpoint["agent"]["obs_stats.count"] == at_3["agent"]["obs_stats.count"] + 3 * BATCH
@@ -178,7 +178,7 @@ def test_total_timesteps_may_grow(script, monkeypatch, tmp_path):
     checkpoint = load(newest(folder))
     assert checkpoint["iteration"] == 4 and checkpoint["args"]["total_timesteps"] == 4 * BATCH
     rates = [value for _, value in read_scalars(folder)[PER_ITERATION]]
-    assert rates == pytest.approx([3e-4, 1.5e-4, 1.5e-4, 0.75e-4])  # the second half anneals over the new length
+    assert rates == pytest.approx([6e-4, 3e-4, 3e-4, 1.5e-4])  # the second half anneals over the new length
 
 
 @on_mujoco

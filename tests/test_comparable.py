@@ -99,7 +99,7 @@ PARTLY_SHARED = {
     ),
     "class of a task": ("ppo_wgan_atari.py", "class Trunk(nn.Module)", "class Trunk(torch.nn.Module)"),
     "function of a task": ("ppo_qr_mujoco.py", "zip(sizes, sizes[1:], strict=False)", "itertools.pairwise(sizes)"),
-    "argument of a task": ("bdpg_mujoco.py", "    log_std_init: float = 0.0\n", "    log_std_init: float = -0.5\n"),
+    "argument of a task": ("bdpg_mujoco.py", "    log_std_init: float = -1.0\n", "    log_std_init: float = -0.5\n"),
     "name of a task's argument": (QR[:1], "bf16", "bfloat16"),
     "marked line of a task": ("ppo_atari.py", "        state_dim = 512\n", "        state_dim = 256\n"),
     "class of two variants": (WGAN, "from_inputs.weight, 3.0)", "from_inputs.weight, 2.0)"),
