@@ -338,8 +338,9 @@ def test_learns_to_balance_a_pole(script, tmp_path):
     options = dict(env_id="InvertedPendulum-v5", total_timesteps=24_576, num_envs=8, seed=1, cuda=False)
     script.train(script.Args(run_dir=str(tmp_path), **options))
     scores = read_scalars(tmp_path)["charts/episodic_return"]
-    first, last = ([score for step, score in scores if low < step <= low + 6_144] for low in (0, 18_432))
-    assert np.mean(first) < 20 and np.mean(last) > 60, (np.mean(first), np.mean(last))
+    first = [score for step, score in scores if step <= 1_024]  # two rollouts
+    last = [score for step, score in scores if step > 18_432]
+    assert np.mean(first) < 20 and np.mean(last) > 500, (np.mean(first), np.mean(last))
 
 
 def test_an_infinite_argument_is_recorded_as_valid_json(mujoco, tmp_path):
