@@ -67,8 +67,7 @@ def write_atomically(path, text):
 
 
 def interval_steps(record):
-    """The steps over which the paper averages scores: 80 iterations on Atari, 4 on MuJoCo, where ours are four times
-    shorter."""
+    """The steps over which the paper averages scores: 80 iterations on Atari, 4 on MuJoCo, which are 16 of ours."""
     iterations = 80 if record["script"].endswith("_atari.py") else 16
     return iterations * record["args"]["num_envs"] * record["args"]["num_steps"]
 
