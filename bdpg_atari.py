@@ -1,9 +1,8 @@
 """Bayesian Distributional Policy Gradients (BDPG) for Atari games, in one file.
 
 PPO whose critic is a return distribution. A generator G(z, s) turns a latent z ~ p(z|s) into a sampled return, and an
-encoder q(z|x, s) infers the latent behind a Bellman target x. Encoder and prior learn from a discriminator D(x, z, s)
-that they play against. How far a Bellman target moves the posterior over z is an information gain, which can be paid to
-the policy as a curiosity reward.
+encoder q(z|x, s) infers the latent of a Bellman target x. Encoder and prior learn against a discriminator D(x, z, s).
+How far a target moves the posterior over z is an information gain, which can be paid to the policy for its curiosity.
 
 Paper: Li & Faisal, "Bayesian Distributional Policy Gradients", AAAI 2021. "Eq." and "line" in comments refer to it and
 its Algorithm 1. Usage, logged metrics, implementation details and differences from the paper: docs/bdpg.md.
@@ -92,7 +91,7 @@ class Args:
     minibatch_size: int = 256
     """samples |B| per gradient step; must divide num_envs * num_steps"""
     norm_adv: bool = True
-    """standardise the advantages of each minibatch"""
+    """standardise the advantages of each minibatch, also where they are only noise"""
     clip_coef: float = 0.1
     """PPO's clip range ε of the probability ratio"""
     ent_coef: float = 0.01
@@ -111,6 +110,8 @@ class Args:
     """dimension of the latent z"""
     adversarial_learning_rate: float = 5e-4
     """Adam's step size for discriminator, encoder and prior"""
+    adversarial_interval: int = 1
+    """minibatches from one update of discriminator, encoder and prior to the next (paper: 1)"""
     num_return_samples: int = 8
     """return samples averaged per state in the policy's advantage (Algorithm 1: 1); x always uses a single one"""
     relative_returns: bool = True
@@ -161,8 +162,7 @@ class Environments:
             fail(f"{args.env_id} is no Atari game of the kind XNoFrameskip-v4 or ALE/X-v5")
         rules = {"life_loss_info": True, "reward_clipping": False, "autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
         rules["repeat_action_probability"] = game["repeat_action_probability"]  # 0 in NoFrameskip-v4, 0.25 in v5
-        rules["num_threads"] = torch.get_num_threads()
-        self.envs = AtariVectorEnv(game["game"], args.num_envs, **rules, **picture)
+        self.envs = AtariVectorEnv(game["game"], args.num_envs, num_threads=torch.get_num_threads(), **rules, **picture)
         self.action_space, self.seed = self.envs.single_action_space, seed
         self.can_fire = ale_py.Action.FIRE in self.envs.ale.get_action_set()
 
@@ -380,9 +380,8 @@ def make_optimizers(agent, args):
     # BDPG:
     discriminator = list(agent.return_model.discriminator.parameters())
     encoder_prior = [*agent.return_model.encoder.parameters(), *agent.return_model.prior_mean.parameters()]
-    adversaries = {*discriminator, *encoder_prior}
     return {
-        "main": adam([p for p in agent.parameters() if p not in adversaries], args.learning_rate),
+        "main": adam([p for p in agent.parameters() if p not in {*discriminator, *encoder_prior}], args.learning_rate),
         "discriminator": adam(discriminator, args.adversarial_learning_rate, (0.0, 0.99)),
         "encoder and prior": adam(encoder_prior, args.adversarial_learning_rate, (0.0, 0.99)),
     }
@@ -588,20 +587,21 @@ def train(args):
                 joints = torch.cat([model.relative(x_pair, mb_b), z_pair], -1)
 
                 # BDPG: discriminator (line 17, Eq. 11)
-                inputs = joints.detach().requires_grad_()
-                D_generated, D_inferred = logits = model.discriminator(inputs, s).squeeze(-1)
-                accuracy = torch.stack([D_generated > 0, D_inferred < 0]).float().mean()
-                discriminator_loss = -(F.logsigmoid(D_generated) + F.logsigmoid(-D_inferred)).mean()
-                slope_penalty = 0.0  # without one D wins or gives up, and encoder and prior learn little from it
-                if args.r1_coef > 0 and len(history) % 8 == 0:  # every eighth time, eightfold: as good, and cheaper
-                    (slopes,) = torch.autograd.grad(logits.sum(), inputs, create_graph=True)
-                    slope_penalty = 8 * args.r1_coef * slopes.square().sum(-1).mean()
-                descend(optimizers["discriminator"], discriminator_loss + slope_penalty, args.max_grad_norm)
+                if len(history) % args.adversarial_interval == 0:
+                    inputs = joints.detach().requires_grad_()
+                    D_generated, D_inferred = logits = model.discriminator(inputs, s).squeeze(-1)
+                    accuracy = torch.stack([D_generated > 0, D_inferred < 0]).float().mean()
+                    discriminator_loss = -(F.logsigmoid(D_generated) + F.logsigmoid(-D_inferred)).mean()
+                    slope_penalty = 0.0  # without one D wins or gives up, and encoder and prior learn little from it
+                    if args.r1_coef > 0 and len(history) % (4 * args.adversarial_interval) == 0:  # cheaper than always
+                        (slopes,) = torch.autograd.grad(logits.sum(), inputs, create_graph=True)
+                        slope_penalty = 4 * args.r1_coef * slopes.square().sum(-1).mean()
+                    descend(optimizers["discriminator"], discriminator_loss + slope_penalty, args.max_grad_norm)
 
-                # BDPG: encoder and prior (line 18), by the same loss with the labels swapped
-                D_generated, D_inferred = model.discriminator(joints, s).squeeze(-1)
-                inference_loss = -(F.logsigmoid(-D_generated) + F.logsigmoid(D_inferred)).mean()
-                q_norm = descend(optimizers["encoder and prior"], inference_loss, args.max_grad_norm)
+                    # BDPG: encoder and prior (line 18), by the same loss with the labels swapped
+                    D_generated, D_inferred = model.discriminator(joints, s).squeeze(-1)
+                    inference_loss = -(F.logsigmoid(-D_generated) + F.logsigmoid(D_inferred)).mean()
+                    q_norm = descend(optimizers["encoder and prior"], inference_loss, args.max_grad_norm)
 
                 # BDPG: generator (line 19, Eq. 12), and the energy distance
                 reconstruction, g_new = model.generate(torch.stack([z_tilde, z_new]).detach(), c)

@@ -89,7 +89,7 @@ class Args:
     minibatch_size: int = 256
     """samples |B| per gradient step; must divide num_envs * num_steps"""
     norm_adv: bool = True
-    """standardise the advantages of each minibatch"""
+    """standardise the advantages of each minibatch, also where they are only noise"""
     clip_coef: float = 0.1
     """PPO's clip range ε of the probability ratio"""
     ent_coef: float = 0.01
@@ -137,8 +137,7 @@ class Environments:
             fail(f"{args.env_id} is no Atari game of the kind XNoFrameskip-v4 or ALE/X-v5")
         rules = {"life_loss_info": True, "reward_clipping": False, "autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
         rules["repeat_action_probability"] = game["repeat_action_probability"]  # 0 in NoFrameskip-v4, 0.25 in v5
-        rules["num_threads"] = torch.get_num_threads()
-        self.envs = AtariVectorEnv(game["game"], args.num_envs, **rules, **picture)
+        self.envs = AtariVectorEnv(game["game"], args.num_envs, num_threads=torch.get_num_threads(), **rules, **picture)
         self.action_space, self.seed = self.envs.single_action_space, seed
         self.can_fire = ale_py.Action.FIRE in self.envs.ale.get_action_set()
 

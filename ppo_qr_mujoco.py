@@ -86,15 +86,15 @@ class Args:
     """passes over each rollout"""
     minibatch_size: int = 256
     """samples |B| per gradient step; must divide num_envs * num_steps"""
-    norm_adv: bool = True
-    """standardise the advantages of each minibatch"""
+    norm_adv: bool = False
+    """standardise the advantages of each minibatch, also where they are only noise"""
     clip_coef: float = 0.2
     """PPO's clip range ε of the probability ratio"""
     ent_coef: float = 0.0
     """weight of the entropy bonus"""
     vf_coef: float = 0.5
     """weight of the critic's loss beside the policy's loss"""
-    max_grad_norm: float = 0.5
+    max_grad_norm: float = 10.0
     """gradient norm at which each optimiser's step is clipped"""
     log_std_init: float = -1.0
     """log standard deviation of the actions at the start; 0 is half the width of the action range"""

@@ -33,7 +33,8 @@ MAX_DISTANCE = {"ppo_qr": 60, "ppo_wgan": 140, "bdpg": 180}  # from the ppo scri
 OWN_TEXT = {  # names that stand for something else in each variant, or on each task; "x=" is the default of argument x
     "variant": {"docstring", "ReturnModel"},
     "task": {"Environments", "Policy", "Agent.observe", "env_id=", "total_timesteps=", "num_steps=", "learning_rate="}
-    | {"update_epochs=", "clip_coef=", "ent_coef=", "eta=", "adversarial_learning_rate=", "critic_learning_rate="},
+    | {"update_epochs=", "norm_adv=", "clip_coef=", "ent_coef=", "max_grad_norm=", "eta="}
+    | {"adversarial_learning_rate=", "adversarial_interval=", "critic_learning_rate="},
 }
 OWN = {  # names that some variants have, or one task; two that have one have the same, but for OWN_TEXT
     "variant": {"math", "kl_divergence", "Normal", "tanh_mlp", "ConditionalMLP", "ReturnModel", "energy_distance"}

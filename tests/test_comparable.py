@@ -31,7 +31,10 @@ SHARED = {
         "    # --- PPO ---\n",
         '    # --- PPO ---\n    huber: bool = False\n    """use the Huber loss"""\n',
     ),
-    "deleted argument": ('    norm_adv: bool = True\n    """standardise the advantages of each minibatch"""\n', ""),
+    "deleted argument": (
+        '    anneal_lr: bool = True\n    """decay every learning rate linearly to 0 over the run"""\n',
+        "",
+    ),
     "name of a function": ("descend(", "step_down("),
     "extra function": ("def descend(", "def ascend():\n    pass\n\n\ndef descend("),
     "parameter of a function": ("def ppo_loss(log_prob,", "def ppo_loss(new_log_prob,"),
@@ -83,7 +86,7 @@ SHARED = {
 }
 # Drift of what some scripts have: in the named files, the first text is replaced by the second.
 PARTLY_SHARED = {
-    "docstring of a variant": ("bdpg_atari.py", "play against. How far", "play against; how far"),
+    "docstring of a variant": ("bdpg_atari.py", "z, s).\nHow far", "z, s);\nhow far"),
     "class of a variant": ("ppo_wgan_mujoco.py", "class ReturnModel(nn.Module)", "class ReturnModel(torch.nn.Module)"),
     "method of a variant": ("bdpg_mujoco.py", "F.softplus(raw_std)", "raw_std.exp()"),
     "function of a variant": ("ppo_qr_mujoco.py", "+ 0.5) / n", "+ 1) / n"),

@@ -28,10 +28,10 @@ def walk(env, *legs):
     return obs, total, False, False
 
 
-def test_a_maze_is_a_snake_that_ends_at_the_goal():
+def test_a_maze_is_a_snake():
     for name, walls in curiosity.WALLS.items():
         height = 1 / (walls + 1)
-        env = gym.make(f"Maze-{name}-goal-v0")
+        env = gym.make(f"Maze-{name}-v0")
         env.reset()
         obs, *_ = walk(env, (0, 1, 60))
         assert obs[1] == pytest.approx(height, abs=1e-4)  # the first wall
@@ -45,11 +45,17 @@ def test_a_maze_is_a_snake_that_ends_at_the_goal():
         rises = [(0, height / 0.04 / 7, 7)]
         for i in range(walls):
             legs += [((1, -1)[i % 2], 0, 25), *rises]
-        _, paid, terminated, truncated = walk(env, *legs, ((1, -1)[walls % 2], 0, 25))
-        if name == "easy":
-            assert paid == 1 and terminated and not truncated
-        else:  # 200 steps of an episode do not suffice along straight lines
-            assert paid == 0 and truncated and not terminated
+        obs, paid, terminated, truncated = walk(env, *legs, ((1, -1)[walls % 2], 0, 25))
+        assert paid == 0 and not terminated
+        if name == "hard":  # 200 steps of an episode do not suffice along straight lines
+            assert truncated
+        else:
+            assert not truncated and obs[1] > 1 - height
+            # The same way leads through the goal.
+            env = gym.make("Maze-easy-goal-v0")
+            env.reset()
+            obs, paid, terminated, truncated = walk(env, *legs)
+            assert paid == 1 and terminated and not truncated and height < obs[1] < 2 * height and 0.45 < obs[0] < 0.5
 
 
 def test_no_step_passes_through_a_wall():
@@ -79,7 +85,9 @@ def test_ranks_and_novelty_correlation_by_their_definitions():
 
     path, u, visits = rng.integers(0, 12, (30, 4)), rng.random((30, 4)), rng.integers(0, 5, 400)
     seen = sorted(set(path.flatten().tolist()))
-    bonus = curiosity.ranks(np.array([np.mean([u[at] for at in np.ndindex(30, 4) if path[at] == c]) for c in seen]))
+    u_ranks = curiosity.ranks(u.ravel()).reshape(u.shape)
+    bonus = [np.mean([u_ranks[at] for at in np.ndindex(30, 4) if path[at] == cell]) for cell in seen]
+    bonus = curiosity.ranks(np.array(bonus))
     rarity = curiosity.ranks(np.array([-visits[c] for c in seen]))
     expected = np.cov(bonus, rarity, bias=True)[0, 1] / np.sqrt(bonus.var() * rarity.var())
     assert curiosity.novelty_correlation(u, path, visits) == pytest.approx(expected, abs=1e-4)

@@ -274,14 +274,16 @@ def test_a_short_bootstrap_leaves_the_rollout_alone(script, tmp_path, monkeypatc
 
 
 def test_slope_penalty_is_lazy_but_keeps_its_weight(bdpg, tmp_path, monkeypatch):
-    """Every eighth minibatch, eightfold: on average the weight that was asked for. Here with made-up slopes of 100."""
+    """At every fourth step of D, fourfold: on average the weight that was asked for. Here with made-up slopes of 100.
+    The adversaries learn from every second of the 16 minibatches."""
     made, losses = spy(monkeypatch, bdpg, "make_optimizers"), spy(monkeypatch, bdpg, "descend")
     monkeypatch.setattr(torch.autograd, "grad", lambda output, inputs, **_: (torch.full_like(inputs, 100.0),))
-    bdpg.train(short_args(bdpg, tmp_path, minibatch_size=4, update_epochs=2, r1_coef=0.25, iterations=1))
+    options = dict(minibatch_size=4, update_epochs=2, r1_coef=0.25, adversarial_interval=2, iterations=1)
+    bdpg.train(short_args(bdpg, tmp_path, **options))
     discriminator = made[0][1]["discriminator"]
     losses = [loss.item() for (optimizer, loss, _), _ in losses if optimizer is discriminator]
-    penalty = 8 * 0.25 * 3 * 100**2  # x and two dimensions of z
-    assert losses == pytest.approx(2 * ([penalty] + 7 * [0]), rel=1e-3, abs=20)
+    penalty = 4 * 0.25 * 3 * 100**2  # x and two dimensions of z
+    assert losses == pytest.approx(2 * ([penalty] + 3 * [0]), rel=1e-3, abs=20)
 
 
 def test_sampled_targets_leave_the_advantage_alone(script, tmp_path, monkeypatch):
