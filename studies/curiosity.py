@@ -132,6 +132,8 @@ PARTS = {
         )
     ],
     "raw-advantages": dict(norm_adv=False),
+    "eta-0.1": dict(eta=0.1),
+    "eta-0.01": dict(eta=0.01),
     "authors-eta": dict(eta=1e-3 / math.sqrt(math.log(4) / 4)),
     # A Gaussian at its mode has no policy gradient, so nearly: a standard deviation of 2.5 % of the action range.
     "greedy": dict(log_std_init=-3.0),
@@ -140,7 +142,8 @@ PARTS = {
 }
 ARMS = {"none": ("#000000", ":"), "gain": ("#0072B2", "-"), "gain+shuffled": ("#56B4E9", "--")}
 ARMS |= {"RND": ("#D55E00", "-"), "counts": ("#009E73", "-")}
-FORMS = ("decay", "not-at-ends", "raw-advantages", "authors-eta", "greedy", "averaged", "of-means", "no-mean", "value")
+FORMS = ("decay", "not-at-ends", "raw-advantages", "eta-0.1", "eta-0.01", "authors-eta", "greedy")
+FORMS += ("averaged", "of-means", "no-mean", "value", "raw-advantages+eta-0.1")
 FORMS += ("decay+not-at-ends+raw-advantages+authors-eta", "averaged+value", "averaged+no-mean+value")
 FORMS += ("averaged+decay+value",)
 CANDIDATES = (*(f"gain+{form}" for form in FORMS), "disagreement", "disagreement+value")
