@@ -61,6 +61,13 @@ def test_agent_is_unchanged_to_the_bit(trained, name, monkeypatch, tmp_path, sho
     assert path.read_bytes() == content
 
 
+def test_the_example_still_runs(tmp_path):
+    """The trained agent of the README fits the script as it is now."""
+    (path,) = (ROOT / "examples").glob("*/checkpoint-*.pt")
+    assert path.stat().st_size < 500_000
+    assert run(path, episodes=2, output=tmp_path / "e.json")["mean"] > 3000
+
+
 def test_same_seed_same_scores(hopper, tmp_path):
     options = dict(episodes=5, output=tmp_path / "e.json")
     first = run(hopper, **options)
