@@ -31,6 +31,7 @@ from typing import Literal, Optional
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends quietly
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads sleep, or other programs slow them down much
 
 import gymnasium as gym
 import numpy as np
@@ -325,8 +326,7 @@ def ppo_loss(log_prob, old_log_prob, advantages, args):
     ratio = log_ratio.exp()
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-    loss = -torch.min(ratio * advantages, clipped_ratio * advantages).mean()
+    loss = -torch.min(ratio * advantages, ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef) * advantages).mean()
     movement = {"approx_kl": (ratio - 1 - log_ratio).detach().mean()}
     movement["clip_fraction"] = ((ratio - 1).abs() > args.clip_coef).float().mean()
     return loss, movement
