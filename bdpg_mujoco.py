@@ -113,7 +113,7 @@ class Args:
     """Adam's step size for discriminator, encoder and prior"""
     adversarial_interval: int = 2
     """minibatches from one update of discriminator, encoder and prior to the next (paper: 1)"""
-    num_return_samples: int = 8
+    num_return_samples: int = 32
     """return samples averaged per state in the policy's advantage (Algorithm 1: 1); x always uses a single one"""
     relative_returns: bool = True
     """encoder and discriminator see returns relative to the state, (x - b(s)) / w (paper: returns as they are)"""

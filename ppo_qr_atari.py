@@ -101,7 +101,7 @@ class Args:
     """gradient norm at which each optimiser's step is clipped"""
 
     # --- QR ---
-    num_quantiles: int = 64
+    num_quantiles: int = 16
     """quantiles N of the return, at the levels (i + 1/2) / N"""
     num_return_samples: int = 8
     """return samples averaged per state in the policy's advantage (Algorithm 1: 1); x always uses a single one"""

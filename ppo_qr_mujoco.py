@@ -101,7 +101,7 @@ class Args:
     """log standard deviation of the actions at the start; 0 is half the width of the action range"""
 
     # --- QR ---
-    num_quantiles: int = 64
+    num_quantiles: int = 16
     """quantiles N of the return, at the levels (i + 1/2) / N"""
     num_return_samples: int = 8
     """return samples averaged per state in the policy's advantage (Algorithm 1: 1); x always uses a single one"""

@@ -31,7 +31,7 @@ MAX_LINES = {"ppo": 530, "ppo_qr": 560, "ppo_wgan": 620, "bdpg": 680}
 MAX_DISTANCE = {"ppo_qr": 60, "ppo_wgan": 140, "bdpg": 180}  # from the ppo script of the same task
 
 OWN_TEXT = {  # names that stand for something else in each variant, or on each task; "x=" is the default of argument x
-    "variant": {"docstring", "ReturnModel"},
+    "variant": {"docstring", "ReturnModel", "num_return_samples="},
     "task": {"Environments", "Policy", "Agent.observe", "env_id=", "total_timesteps=", "num_steps=", "learning_rate="}
     | {"update_epochs=", "norm_adv=", "clip_coef=", "ent_coef=", "max_grad_norm=", "eta="}
     | {"adversarial_learning_rate=", "adversarial_interval=", "critic_learning_rate="},
