@@ -82,7 +82,7 @@ for name in MAZES:
 # The recipe is spelt out, so that other defaults of the script do not change the study; four epochs, as on Atari.
 RECIPE = dict(num_envs=16, num_steps=256, gamma=0.99, gae_lambda=0.95, target="lambda", learning_rate=3e-4)
 RECIPE |= dict(anneal_lr=True, update_epochs=4, minibatch_size=256, norm_adv=True, max_grad_norm=0.5)
-RECIPE |= dict(log_std_init=0.0, eta=1.0, adversarial_interval=2)
+RECIPE |= dict(log_std_init=0.0, eta=1.0, adversarial_interval=2, num_return_samples=8)
 
 GAIN = "kl_divergence(q_x, q_g).sum(-1)"
 G = "        self.generator = ConditionalMLP(args.latent_dim, state_dim, 1, hidden)"
