@@ -104,7 +104,7 @@ class Args:
     # --- WGAN ---
     latent_dim: int = 2
     """dimension of the latent z"""
-    critic_learning_rate: float = 1e-3
+    critic_learning_rate: float = 5e-4
     """Adam's step size for the critic f"""
     gradient_penalty: float = 10.0
     """weight of max(0, |df/dx| - 1)², which holds the slope of f to at most 1"""
