@@ -208,8 +208,9 @@ def draw_curves(runs, tasks, methods, column, path):
             style = {"color": COLOURS[index % len(COLOURS)]}
             axis.plot(steps, mean, LINES[index % len(LINES)], lw=2, label=method, **style)
             axis.fill_between(steps, mean - std, mean + std, alpha=0.2, lw=0, **style)
-        axis.set(title=short(task), xlabel="agent steps (millions)", ylabel=column.replace("_", " "))
-        axis.label_outer(remove_inner_ticks=False)
+        axis.set(title=short(task), xlabel="agent steps (millions)")
+        if axis.get_subplotspec().is_first_col():
+            axis.set_ylabel(column.replace("_", " "))
     handles = {
         label: line for axis in figure.axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
     }
@@ -312,7 +313,7 @@ def main(args):
     methods, tasks = name_methods(runs), sorted({run.task for run in runs})
     output = args.output or args.folders[0]
     make_folder(output)
-    plt.rcParams.update({"font.size": 13, "axes.spines.top": False, "axes.spines.right": False})
+    plt.rcParams.update({"font.size": 13, "axes.titlesize": "medium", "axes.spines.top": False, "axes.spines.right": False})
     for column in args.curves:
         if len(methods) > MOST_METHODS:
             note(f"no curves: {len(methods)} methods are more than a picture can show; give folders with fewer of them")
