@@ -313,7 +313,8 @@ def main(args):
     methods, tasks = name_methods(runs), sorted({run.task for run in runs})
     output = args.output or args.folders[0]
     make_folder(output)
-    plt.rcParams.update({"font.size": 13, "axes.titlesize": "medium", "axes.spines.top": False, "axes.spines.right": False})
+    plt.rcParams.update({"font.size": 13, "axes.titlesize": "medium"})
+    plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
     for column in args.curves:
         if len(methods) > MOST_METHODS:
             note(f"no curves: {len(methods)} methods are more than a picture can show; give folders with fewer of them")
