@@ -34,7 +34,7 @@ OWN_TEXT = {  # names that stand for something else in each variant, or on each 
     "variant": {"docstring", "ReturnModel", "num_return_samples="},
     "task": {"Environments", "Policy", "Agent.observe", "env_id=", "total_timesteps=", "num_steps=", "learning_rate="}
     | {"update_epochs=", "norm_adv=", "clip_coef=", "ent_coef=", "max_grad_norm=", "eta="}
-    | {"adversarial_learning_rate=", "adversarial_interval=", "critic_learning_rate="},
+    | {"adversarial_learning_rate=", "adversarial_interval="},
 }
 OWN = {  # names that some variants have, or one task; two that have one have the same, but for OWN_TEXT
     "variant": {"math", "kl_divergence", "Normal", "tanh_mlp", "ConditionalMLP", "ReturnModel", "energy_distance"}
