@@ -2,7 +2,7 @@
 
 PPO whose critic is a return distribution. A generator G(z, s) turns a latent z ~ p(z|s) into a sampled return, and an
 encoder q(z|x, s) infers the latent of a Bellman target x. Encoder and prior learn against a discriminator D(x, z, s).
-How far a target moves the posterior over z is an information gain, which can be paid to the policy for its curiosity.
+How far a target moves the posterior over z is an information gain, which can be paid as a curiosity reward.
 
 Paper: Li & Faisal, "Bayesian Distributional Policy Gradients", AAAI 2021. "Eq." and "line" in comments refer to it and
 its Algorithm 1. Usage, logged metrics, implementation details and differences from the paper: docs/bdpg.md.
@@ -32,7 +32,7 @@ from typing import Literal, Optional
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends quietly
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads sleep, or other programs slow them down much
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads sleep: faster beside other programs
 
 import gymnasium as gym
 import numpy as np

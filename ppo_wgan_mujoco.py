@@ -31,7 +31,7 @@ from typing import Literal, Optional
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends quietly
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads sleep, or other programs slow them down much
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads sleep: faster beside other programs
 
 import gymnasium as gym
 import numpy as np
